@@ -1,0 +1,1 @@
+COMMANDS: dict[str, tuple[str, str]] = {}

@@ -1,0 +1,22 @@
+"""`output:` where results go."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gym_sdk.spec._base import SpecModel
+
+
+class OutputSpec(SpecModel):
+    """Artifacts and reports."""
+
+    dir: Annotated[str, Field(min_length=1)] = "runs"
+    """The folder in which the run's own folder is made; a relative one is taken from the current folder."""
+
+    merge: bool = False
+    """Also write the base model with the adapter merged in."""
+
+    report_to: list[str] = []
+    """Trackers beside events.jsonl, by transformers' names: tensorboard, wandb, mlflow, trackio."""

@@ -1,0 +1,38 @@
+"""`performance:` and `parallel:` what the plan may choose, and what it must not."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gym_sdk.spec._base import SpecModel
+
+
+class PerformanceSpec(SpecModel):
+    """Automatic unless given."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train: a CUDA device when there is one."""
+
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = None
+    """Plan for this much memory (GB of 10^9 bytes) instead of all that the device has free."""
+
+    attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    """How packed rows are kept apart: `varlen` needs a CUDA device; `sdpa` works everywhere."""
+
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile each decoder layer. `auto` compiles on CUDA when the run is long enough to repay it."""
+
+    recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """How many decoder layers are computed again in the backward pass instead of being kept; the fewest that fit when auto."""
+
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """Processor threads for the arithmetic; all cores when not given."""
+
+
+class ParallelSpec(SpecModel):
+    """How the work is spread."""
+
+    strategy: Literal["auto", "single"] = "auto"
+    """One device."""

@@ -1,0 +1,59 @@
+"""The run specification: the one definition from which the command, schema, help and validation derive."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec.adapter import AdapterSpec, LoraAdapter
+from gym_sdk.spec.data import DataSpec
+from gym_sdk.spec.evaluation import EvaluationSpec
+from gym_sdk.spec.method import MethodSpec, Sft
+from gym_sdk.spec.model import ModelSpec
+from gym_sdk.spec.output import OutputSpec
+from gym_sdk.spec.performance import ParallelSpec, PerformanceSpec
+from gym_sdk.spec.train import TrainSpec
+
+SPEC_VERSION = 1
+
+
+class RunSpec(SpecModel):
+    """One run, from data to artifact."""
+
+    spec_version: Literal[1] = SPEC_VERSION
+    """The version of this schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    """A short name; the run's folder is `<name>-<id>`. Letters, digits, dot, dash and underscore."""
+
+    model: ModelSpec
+    """The base model."""
+
+    adapter: AdapterSpec = LoraAdapter()
+    """Which weights are trained."""
+
+    method: MethodSpec = Sft()
+    """What is optimised."""
+
+    data: DataSpec
+    """Rows and masks."""
+
+    train: TrainSpec = TrainSpec()
+    """Optimisation."""
+
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Before-and-after measurements."""
+
+    parallel: ParallelSpec = ParallelSpec()
+    """How the work is spread."""
+
+    performance: PerformanceSpec = PerformanceSpec()
+    """Speed and memory."""
+
+    output: OutputSpec = OutputSpec()
+    """Where results go."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Fixes the order of rows, adapter initialisation and dropout."""
