@@ -19,7 +19,8 @@ class LoraAdapter(SpecModel):
     """The inner dimension of each update. 8 to 32 suit most tasks; memory and file size grow in proportion."""
 
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The update's numerator: it is scaled by alpha/rank (alpha/sqrt(rank) under rslora). Twice the rank when not given."""
+    """The update's numerator: it is scaled by alpha/rank (alpha/sqrt(rank) under rslora). Twice the rank when
+    not given."""
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of adapter inputs zeroed in training. 0, because it costs speed and helps only on small data."""
@@ -32,7 +33,8 @@ class LoraAdapter(SpecModel):
     """alpha/rank, or alpha/sqrt(rank), which keeps high ranks learning (rsLoRA, arXiv 2312.03732)."""
 
     dora: bool = False
-    """Learn the magnitude of each output apart from its direction (DoRA, arXiv 2402.09353). Slower, often better at low rank."""
+    """Learn the magnitude of each output apart from its direction (DoRA, arXiv 2402.09353). Slower, often
+    better at low rank."""
 
     targets: str | list[str] = "all-linear"
     """The modules to adapt: `all-linear`, a list of name endings (`[q_proj, v_proj]`), or one regular expression."""

@@ -17,7 +17,8 @@ class ModelSpec(SpecModel):
     installed Python package."""
 
     revision: str | None = None
-    """The branch, tag or commit of a hub model; the default branch when not given. The commit is recorded with the run."""
+    """The branch, tag or commit of a hub model; the default branch when not given. The commit is recorded with
+    the run."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of weights and arithmetic. `auto` is bfloat16 where the device computes in it, float16 on cards
@@ -27,4 +28,5 @@ class ModelSpec(SpecModel):
     """How the frozen base is stored: `nf4` (4 bits) or `int8` by bitsandbytes; adapters stay in full precision."""
 
     trust_remote_code: bool = False
-    """Whether code that comes with a hub model may run on this machine. Off, because that code can do anything you can."""
+    """Whether code that comes with a hub model may run on this machine. Off, because that code can do anything
+    you can."""

@@ -25,7 +25,8 @@ class PerformanceSpec(SpecModel):
     """Compile each decoder layer. `auto` compiles on CUDA when the run is long enough to repay it."""
 
     recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """How many decoder layers are computed again in the backward pass instead of being kept; the fewest that fit when auto."""
+    """How many decoder layers are computed again in the backward pass instead of being kept; the fewest that
+    fit when auto."""
 
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Processor threads for the arithmetic; all cores when not given."""
