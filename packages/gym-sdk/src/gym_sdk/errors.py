@@ -58,8 +58,40 @@ class UserError(GymError):
     exit_code = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing wrong with a file, and where."""
+
+    message: str
+    where: Where
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
 class SpecError(UserError):
-    """The run specification is not valid."""
+    """The run specification is not valid. `problems` has each fault, in the order of the file."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: Where | None = None,
+        hint: str | None = None,
+        problems: tuple[Problem, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.problems = problems or (Problem(message=message, where=where or Where(), hint=hint),)
+
+    @classmethod
+    def of(cls, problems: tuple[Problem, ...], *, name: str, hint: str | None = None) -> SpecError:
+        """One error for all problems of the file `name`; one alone is the message itself."""
+        if len(problems) == 1:
+            only = problems[0]
+            return cls(only.message, where=only.where, hint=only.hint or hint, problems=problems)
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        return cls(f"{len(problems)} problems{lines}", where=Where(file=name), hint=hint, problems=problems)
 
 
 class DataError(UserError):

@@ -1,1 +1,7 @@
-COMMANDS: dict[str, tuple[str, str]] = {}
+"""The commands of this package, with their one-line summaries. Loads nothing heavy."""
+
+from __future__ import annotations
+
+from gym_sdk.cli import Command
+
+COMMANDS: dict[str, Command] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -16,3 +18,14 @@ class SpecModel(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+
+@dataclass(frozen=True)
+class FilePath:
+    """Marks text that names a file or folder: a relative one is taken from the folder of the spec's file.
+
+    With `or_name`, plain text may also be a name (a hub id): it is a path when it says so (`./x`, `x.gguf`) or when
+    there is such a file or folder.
+    """
+
+    or_name: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec._base import FilePath, SpecModel
 
 
 class LoraAdapter(SpecModel):
@@ -39,7 +39,7 @@ class LoraAdapter(SpecModel):
     targets: str | list[str] = "all-linear"
     """The modules to adapt: `all-linear`, a list of name endings (`[q_proj, v_proj]`), or one regular expression."""
 
-    init_from: str | None = None
+    init_from: Annotated[str, FilePath()] | None = None
     """A folder with an adapter to start from, such as the SFT adapter before a preference run."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec._base import FilePath, SpecModel
 
 DataFormat = Literal["auto", "openai", "alpaca", "prompt_completion"]
 
@@ -14,8 +14,8 @@ DataFormat = Literal["auto", "openai", "alpaca", "prompt_completion"]
 class DataSource(SpecModel):
     """One file or folder of rows."""
 
-    source: Annotated[str, Field(min_length=1)]
-    """A path; a relative one is taken from the folder of the spec's file."""
+    source: Annotated[str, Field(min_length=1), FilePath()]
+    """A path; a relative one is taken from the folder of the spec's file. On a daemon also `file:ID`, an upload."""
 
     format: DataFormat = "auto"
     """The shape of the rows. `auto` looks at every row and stops when two shapes are mixed."""

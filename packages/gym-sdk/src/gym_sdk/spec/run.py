@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec._conflicts import find_conflicts
 from gym_sdk.spec.adapter import AdapterSpec, LoraAdapter
 from gym_sdk.spec.data import DataSpec
 from gym_sdk.spec.evaluation import EvaluationSpec
@@ -57,3 +59,10 @@ class RunSpec(SpecModel):
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of rows, adapter initialisation and dropout."""
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Self:
+        if conflicts := find_conflicts(self):
+            text = "; ".join(f"{path}: {reason}" for path, reason in conflicts)
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "conflicts": conflicts})
+        return self

@@ -1,0 +1,64 @@
+"""Settings that cannot stand together, found before a model loads.
+
+Only what cannot work, and what would otherwise be silently without effect. Odd but possible values (a high learning
+rate) are the user's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gym_sdk.spec.run import RunSpec
+
+Conflict = tuple[str, str]
+"""The path of the field to change, and why."""
+
+
+def find_conflicts(spec: RunSpec) -> list[Conflict]:
+    """Each conflict of a specification whose fields are valid by themselves."""
+    return [*_weights(spec), *_rows(spec), *_hardware(spec)]
+
+
+def _weights(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
+    model, adapter = spec.model, spec.adapter
+    quantized = model.quantization != "none"
+    if adapter.kind == "full":
+        if quantized:
+            found.append(
+                ("model.quantization", f"{model.quantization} weights are frozen, and adapter kind full trains them")
+            )
+        if spec.output.merge:
+            found.append(("output.merge", "adapter kind full has no adapter to merge; the result is a whole model"))
+    if adapter.kind == "lora":
+        if quantized and adapter.init == "pissa":
+            found.append(
+                (
+                    "adapter.init",
+                    f"pissa decomposes weights in full precision, and model.quantization is {model.quantization}",
+                )
+            )
+        if adapter.init_from is not None and adapter.init != "default":
+            found.append(("adapter.init", f"{adapter.init} has no effect on an adapter that starts from init_from"))
+    if model.revision is not None and (model.source.startswith("package:") or model.source.endswith(".gguf")):
+        found.append(("model.revision", "only hub models have revisions, and model.source is a file"))
+    return found
+
+
+def _rows(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
+    evaluation = spec.data.eval
+    if evaluation.split is not None and evaluation.sources:
+        found.append(("data.eval.split", "give a share of the training rows or sources of their own, not both"))
+    if spec.train.eval_every_steps is not None and evaluation.split is None and not evaluation.sources:
+        found.append(
+            ("train.eval_every_steps", "there are no evaluation rows; set data.eval.split or data.eval.sources")
+        )
+    return found
+
+
+def _hardware(spec: RunSpec) -> list[Conflict]:
+    if spec.performance.device == "cpu" and spec.performance.attention == "varlen":
+        return [("performance.attention", "varlen needs a CUDA device, and performance.device is cpu")]
+    return []

@@ -1,0 +1,189 @@
+"""Pydantic's findings, said in the words of the specification."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+from gym_sdk.errors import Problem, Where
+from gym_sdk.spec._document import Document, Path, format_path
+from gym_sdk.spec._fields import Shape, all_fields, field_shape, format_value
+from gym_sdk.spec._overrides import COMMAND_LINE
+
+CONFLICT = "conflict"
+
+OTHER_NAMES = {
+    "lr": "train.learning_rate",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.batch_size",
+    "micro_batch_size": "train.micro_batch_tokens",
+    "gradient_accumulation_steps": "train.batch_size",
+    "lr_scheduler": "train.schedule",
+    "lr_scheduler_type": "train.schedule",
+    "save_steps": "train.checkpoint_every_steps",
+    "eval_steps": "train.eval_every_steps",
+    "r": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target": "adapter.targets",
+    "target_modules": "adapter.targets",
+    "use_dora": "adapter.dora",
+    "base_model": "model.source",
+    "model_name_or_path": "model.source",
+    "load_in_4bit": "model.quantization",
+    "load_in_8bit": "model.quantization",
+    "cutoff_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "sequence_len": "data.max_length",
+    "sample_packing": "data.packing",
+    "val_size": "data.eval.split",
+    "val_set_size": "data.eval.split",
+    "output_dir": "output.dir",
+}
+"""What other tools call a field. People arrive with these in their fingers."""
+
+
+class Reporter:
+    """Turns one ValidationError into problems, each with its place."""
+
+    def __init__(self, document: Document, root: Shape, name: str, touched: Iterable[Path] = ()) -> None:
+        self.document, self.root, self.name = document, root, name
+        self.touched = set(touched)
+
+    def problems(self, error: ValidationError) -> tuple[Problem, ...]:
+        found: dict[Path, Problem] = {}
+        for each in error.errors(include_url=False):
+            if each["type"] == CONFLICT:
+                for text, message in each["ctx"]["conflicts"]:
+                    path = tuple(text.split("."))
+                    found.setdefault(path, self.problem(path, message))
+                continue
+            path, shape, missing_from = self.locate(each["loc"])
+            found.setdefault(path, self.explain(each, path, shape, missing_from))
+        in_file = sorted(found.items(), key=lambda item: self.document.line(item[0]) or 0)
+        return tuple(problem for _, problem in in_file)
+
+    def locate(self, location: tuple[str | int, ...]) -> tuple[Path, Shape | None, Shape]:
+        """The user's path of pydantic's location, its shape (None when there is no such field), and its owner's.
+
+        Pydantic names the branch of a union it was in (a kind, `literal['auto']`); the user never wrote that.
+        """
+        path: Path = ()
+        shape: Shape | None = self.root
+        owner = self.root
+        for part in location:
+            assert shape is not None
+            if isinstance(part, int):
+                if shape.items is None:
+                    break
+                path, owner, shape = (*path, part), shape, shape.items
+            elif part in shape.kinds and len(shape.models) > 1:
+                shape = Shape(models=(shape.kinds[part],))
+            elif shape.models:
+                info = next((m.model_fields[part] for m in shape.models if part in m.model_fields), None)
+                path, owner, shape = (*path, part), shape, field_shape(info) if info else None
+            elif shape.values is not None:
+                path, owner, shape = (*path, part), shape, shape.values
+            else:
+                break
+            if shape is None:
+                break
+        return path, shape, owner
+
+    def explain(self, error: Any, path: Path, shape: Shape | None, owner: Shape) -> Problem:
+        if shape is None:
+            return self.unknown_key(path, owner)
+        value, given = self.value(path)
+        if error["type"] == "missing":
+            return self.problem(path, f"required: {shape.describe()}")
+        if error["type"].startswith("union_tag"):
+            kind = value.get("kind") if isinstance(value, dict) else None
+            if kind is None:
+                return self.problem((*path, "kind"), f"required: one of {', '.join(shape.kinds)}")
+            return self.problem(
+                (*path, "kind"),
+                f"must be one of {', '.join(shape.kinds)}; got {format_value(kind)}{_did_you_mean(kind, shape.kinds)}",
+            )
+        if error["type"] in ("value_error", "assertion_error"):
+            return self.problem(path, str(error["msg"]).removeprefix("Value error, "))
+        if path == ("spec_version",) and isinstance(value, int) and value > 1:
+            return self.problem(
+                path,
+                f"written for version {value} of the specification, and this gym reads up to 1",
+                hint="upgrade gym-sdk",
+            )
+        message = f"must be {shape.describe()}; got {format_value(value) if given else 'nothing'}"
+        return self.problem(path, message + _slip(value, shape))
+
+    def unknown_key(self, path: Path, owner: Shape) -> Problem:
+        key, parent = str(path[-1]), format_path(path[:-1])
+        model = owner.models[0]
+        section = f" of adapter kind {model.model_fields['kind'].default}" if path[0] == "adapter" else ""
+        if path[0] != "adapter" and "kind" in model.model_fields:
+            section = f" of {parent} kind {model.model_fields['kind'].default}"
+        known = list(model.model_fields)
+        message = f"unknown key{section}"
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
+            return self.problem(path, f"{message}; did you mean {near[0]}?")
+        everywhere = list(all_fields(self.root.models[0]))
+        same = [each for each in everywhere if each.name == key]
+        of_other_kind = [each for each in same if each.path == format_path(path) and each.kind]
+        if of_other_kind:
+            kinds = ", ".join(str(each.kind) for each in of_other_kind)
+            return self.problem(path, f"{message}; it belongs to kind {kinds}")
+        if key in OTHER_NAMES:
+            return self.problem(path, f"{message}; it is called {OTHER_NAMES[key]} here")
+        if same:
+            return self.problem(path, f"{message}; did you mean {same[0].path}?")
+        if near := difflib.get_close_matches(key, [each.name for each in everywhere], n=1, cutoff=0.75):
+            found = next(each for each in everywhere if each.name == near[0])
+            return self.problem(path, f"{message}; did you mean {found.path}?")
+        return self.problem(path, f"{message}; known keys are {', '.join(known)}")
+
+    def value(self, path: Path) -> tuple[Any, bool]:
+        data = self.document.data
+        for part in path:
+            try:
+                data = data[part]
+            except (KeyError, IndexError, TypeError):
+                return None, False
+        return data, True
+
+    def problem(self, path: Path, message: str, hint: str | None = None) -> Problem:
+        text = format_path(path) or None
+        if any(path[: len(touched)] == touched for touched in self.touched):
+            return Problem(message=message, where=Where(file=COMMAND_LINE, path=text), hint=hint)
+        return Problem(
+            message=message, where=Where(file=self.name, line=self.document.line(path), path=text), hint=hint
+        )
+
+
+def _did_you_mean(text: Any, known: Iterable[Any]) -> str:
+    names = [name for name in known if isinstance(name, str)]
+    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6) if isinstance(text, str) else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _slip(value: Any, shape: Shape) -> str:
+    """The likely slip of the pen behind a value of the wrong type."""
+    types = [kind for kind, _ in shape.scalars]
+    if isinstance(value, str):
+        if near := _did_you_mean(value, shape.choices):
+            return near
+        if {int, float} & set(types) and value.replace(".", "", 1).replace("e-", "", 1).strip("+-").isdigit():
+            return "; write it without quotes"
+        if bool in types and value.lower() in ("yes", "no", "on", "off", "y", "n"):
+            return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
+        if shape.items is not None or (shape.models and shape.kinds):
+            return f"; write {{kind: {value}}}" if value in shape.kinds else ""
+    elif str in types and isinstance(value, int | float):
+        return "; put it in quotes"
+    elif isinstance(value, dict) and shape.items is not None and shape.items.models:
+        return "; begin the item with a dash"
+    return ""
