@@ -1,0 +1,92 @@
+"""A causal language model taken apart: the body that makes hidden states, and the head that makes logits of them.
+
+`gym_trainer.fast.loss` needs the two apart. What a model does between its last norm and its logits is known for the
+usual cases (a linear layer, a bias, soft-capping, a scale); `split` shows on a few tokens that the parts give the
+model's own logits, and refuses a model for which they do not.
+
+Legend: T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gym_sdk.errors import GymError
+from gym_trainer.fast.loss import OutputHead
+from gym_trainer.fast.packing import PackedLayout
+
+_PROBE_LENGTH = 8
+
+
+class HeadNotLinear(GymError):
+    """The model's logits are not a known function of its last hidden states."""
+
+
+def split(model: nn.Module) -> tuple[nn.Module, OutputHead]:
+    """The body and the head of a causal language model, with or without a peft adapter.
+
+    The body is called as the model is and returns an output with `last_hidden_state`. The head holds the model's own
+    parameters, so gradients reach a trained head.
+
+    Raises:
+        HeadNotLinear: the head has an adapter of its own or does something unknown; the message says which.
+    """
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
+    output = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+    if body is None or body is causal_lm or output is None:
+        raise HeadNotLinear(f"{type(causal_lm).__name__} has no output head apart from its body")
+    if hasattr(output, "modules_to_save"):
+        output = output.modules_to_save[output.active_adapters[0]]
+    if type(output) is not nn.Linear:
+        raise HeadNotLinear(f"the output head of {type(causal_lm).__name__} is a {type(output).__name__}")
+    text_config = causal_lm.config.get_text_config()
+    head = OutputHead(
+        weight_VD=output.weight, bias_V=output.bias, softcap=_softcap(text_config), scale=_scale(text_config)
+    )
+    _show_equal(causal_lm, body, head)
+    return body, head
+
+
+def logits_of(hidden_TD: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    """All logits at once, float32 [T, V]: for few tokens, and as the reference of the chunked forms."""
+    logits_TV = (hidden_TD @ head.weight_VD.T.to(hidden_TD.dtype)).float()
+    if head.bias_V is not None:
+        logits_TV = logits_TV + head.bias_V.float()
+    logits_TV = logits_TV * head.scale
+    return logits_TV if head.softcap is None else head.softcap * torch.tanh(logits_TV / head.softcap)
+
+
+def _softcap(text_config: Any) -> float | None:
+    return getattr(text_config, "final_logit_softcapping", None)
+
+
+def _scale(text_config: Any) -> float:
+    """Cohere multiplies by `logit_scale`; Granite divides by `logits_scaling`."""
+    if (scale := getattr(text_config, "logit_scale", None)) is not None:
+        return float(scale)
+    if (divisor := getattr(text_config, "logits_scaling", None)) is not None:
+        return 1.0 / float(divisor)
+    return 1.0
+
+
+@torch.no_grad()
+def _show_equal(causal_lm: nn.Module, body: nn.Module, head: OutputHead) -> None:
+    was_training = causal_lm.training
+    causal_lm.eval()
+    try:
+        ids_1T = torch.arange(3, 3 + _PROBE_LENGTH, device=head.weight_VD.device)[None] % head.weight_VD.shape[0]
+        kwargs = PackedLayout.from_lengths([_PROBE_LENGTH], ids_1T.device).model_kwargs()
+        expected_TV = causal_lm(input_ids=ids_1T, use_cache=False, **kwargs).logits[0].double()
+        hidden_TD = body(input_ids=ids_1T, use_cache=False, **kwargs).last_hidden_state[0]
+        got_TV = logits_of(hidden_TD, head).double()
+    finally:
+        causal_lm.train(was_training)
+    tolerance = 1e-4 if hidden_TD.dtype == torch.float32 else 0.02
+    if got_TV.shape != expected_TV.shape or not (got_TV - expected_TV).norm() <= tolerance * expected_TV.norm():
+        raise HeadNotLinear(
+            f"{type(causal_lm).__name__} does more between its hidden states and its logits than a linear head",
+        )
