@@ -1,0 +1,205 @@
+"""Rows, the optimizer step they belong to, and the micro-batches that a step is computed in.
+
+Shapes: N rows of a data set, D documents of a micro-batch, T positions of a micro-batch (R x L when padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a position that is not trained, as everywhere in PyTorch."""
+
+Layout = Literal["packed", "padded"]
+"""`packed`: documents side by side in one row of the model, kept apart by the attention. `padded`: one document a row
+of the model, for architectures that cannot keep them apart."""
+
+
+class Document(Protocol):
+    """A run of tokens that sees nothing outside itself."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [L]."""
+        ...
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """uint8 [L]; 1 where the token is trained, that is, predicted from those before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is never split between micro-batches: one document for SFT, chosen and rejected for a preference pair."""
+
+    index: int
+    documents: tuple[Document, ...]
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that a method needs beside the tokens, such as KTO's label."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(document.tokens) for document in self.documents)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Positions with a label. A document's first token has nothing before it to be predicted from."""
+        return sum(int(np.count_nonzero(document.loss_mask[1:])) for document in self.documents)
+
+
+class RowSource(Protocol):
+    """Rows by number, with their lengths known beforehand."""
+
+    lengths_N: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Row: ...
+
+    def describe(self, index: int) -> str:
+        """Where the row came from, for a message to a person."""
+        ...
+
+
+class StoreRows:
+    """Every document of a token store as a row of its own."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.lengths_N = np.diff(np.asarray(store.offsets))
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    def row(self, index: int) -> Row:
+        return Row(index=index, documents=(self.store[index],))
+
+    def describe(self, index: int) -> str:
+        describe = getattr(self.store, "describe", None)
+        return describe(index) if describe is not None else f"row {index + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One optimizer step: the rows of all ranks by number, and this rank's own rows."""
+
+    epoch: int
+    number: int
+    """Counted from 0 within the epoch."""
+    row_indexes: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(row.num_trained_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole rows, as tensors on the device of the model.
+
+    `labels_T` is already shifted: position t holds the token that t predicts, or IGNORED. Positions are those of
+    `input_ids` in reading order, whatever the layout.
+    """
+
+    rows: tuple[Row, ...]
+    layout: Layout
+    input_ids: Tensor
+    """int64 [1, T] packed, [D, L] padded."""
+    position_ids: Tensor
+    """int64, shaped like input_ids; restarts at 0 with every document."""
+    attention_mask: Tensor | None
+    """int64 [D, L] padded; None packed."""
+    labels_T: Tensor
+    document_ids_T: Tensor
+    """int64; which document a position belongs to, -1 for padding."""
+    document_rows_D: Tensor
+    """int64; the position of each document's row in `rows`."""
+    cu_seqlens: Tensor
+    """int32 [D + 1]; where each document starts and ends when packed."""
+    max_seqlen: int
+    num_tokens: int
+    """Tokens of documents, without padding."""
+
+    def values(self, name: str) -> Tensor:
+        """The rows' numbers under `name`, float32 [rows]."""
+        return torch.tensor([row.values[name] for row in self.rows], device=self.input_ids.device)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a transformers model.
+
+        The packed form carries the document boundaries both as restarting positions, from which transformers' masks
+        keep documents apart, and as cumulative lengths, by the names that its variable-length kernels take.
+        """
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+        if self.layout == "padded":
+            return inputs | {"attention_mask": self.attention_mask}
+        return inputs | {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }
+
+
+def shifted_labels(document: Document) -> np.ndarray:
+    """int64 [L]: the next token where it is trained, IGNORED elsewhere and at the document's last position."""
+    labels = np.full(len(document.tokens), IGNORED, dtype=np.int64)
+    trained = np.asarray(document.loss_mask[1:]) != 0
+    labels[:-1][trained] = np.asarray(document.tokens[1:])[trained]
+    return labels
+
+
+def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.device | str) -> MicroBatch:
+    """Lay whole rows out for one forward pass."""
+    documents = [document for row in rows for document in row.documents]
+    lengths = np.array([len(document.tokens) for document in documents], dtype=np.int64)
+    document_rows = [number for number, row in enumerate(rows) for _ in row.documents]
+    num_documents, max_seqlen = len(documents), int(lengths.max())
+
+    if layout == "packed":
+        input_ids = np.concatenate([np.asarray(document.tokens, dtype=np.int64) for document in documents])[None]
+        position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
+        labels_T = np.concatenate([shifted_labels(document) for document in documents])
+        document_ids_T = np.repeat(np.arange(num_documents), lengths)
+        attention_mask = None
+    else:
+        shape = (num_documents, max_seqlen)
+        inside = np.arange(max_seqlen)[None] < lengths[:, None]
+        input_ids = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        for number, document in enumerate(documents):
+            input_ids[number, : lengths[number]] = document.tokens
+            labels[number, : lengths[number]] = shifted_labels(document)
+        position_ids = np.where(inside, np.arange(max_seqlen)[None], 0)
+        labels_T = labels.reshape(-1)
+        document_ids_T = np.where(inside, np.arange(num_documents)[:, None], -1).reshape(-1)
+        attention_mask = torch.from_numpy(inside.astype(np.int64)).to(device)
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return MicroBatch(
+        rows=tuple(rows),
+        layout=layout,
+        input_ids=on_device(input_ids),
+        position_ids=on_device(position_ids),
+        attention_mask=attention_mask,
+        labels_T=on_device(labels_T),
+        document_ids_T=on_device(document_ids_T),
+        document_rows_D=torch.tensor(document_rows, device=device),
+        cu_seqlens=on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+        max_seqlen=max_seqlen,
+        num_tokens=int(lengths.sum()),
+    )

@@ -1,0 +1,1 @@
+"""What is optimised: one small class a method."""
