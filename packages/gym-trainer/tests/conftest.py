@@ -6,3 +6,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+# Models of a few thousand weights lose by more threads, most of all where several suites share the cores.
+torch.set_num_threads(1)

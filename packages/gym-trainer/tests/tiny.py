@@ -55,7 +55,5 @@ def tiny_store(num_rows: int = 64, *, seed: int = 0, min_length: int = 3, max_le
         length = int(random.integers(min_length, max_length + 1))
         mask = np.ones(length, dtype=np.uint8)
         mask[: max(1, length // 3)] = 0
-        documents.append(
-            TinyDocument(random.integers(0, VOCABULARY_SIZE, length).astype(np.uint32), mask)
-        )
+        documents.append(TinyDocument(random.integers(0, VOCABULARY_SIZE, length).astype(np.uint32), mask))
     return TinyStore(documents)

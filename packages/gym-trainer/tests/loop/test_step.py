@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tiny import TinyStore, tiny_model, tiny_store
+from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteConfig, PreTrainedConfig
+
 from gym_sdk.errors import RunFailed
 from gym_trainer.loop.batch import IGNORED, StoreRows, make_micro_batch
 from gym_trainer.loop.dataset import StepDataset, share
@@ -12,8 +15,6 @@ from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.step import StepRunner
 from gym_trainer.objectives.base import LossSum, Ratio
 from gym_trainer.objectives.sft import SftObjective
-from tiny import TinyStore, tiny_model, tiny_store
-from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteConfig
 
 CPU = torch.device("cpu")
 
@@ -57,7 +58,7 @@ def test_loss_and_gradient_equal_a_float64_reference_for_every_micro_batch_size(
     assert {"many": result.num_micro_batches >= 16, "some": 4 <= result.num_micro_batches <= 16}.get(
         num_micro_batches, result.num_micro_batches == 1
     )
-    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert result.loss == pytest.approx(expected.item(), rel=2e-6)
     assert result.num_trained_tokens == sum(int(d.loss_mask[1:].sum()) for d in store.documents)
     assert gradients(model).keys() == expected_gradients.keys()
     for name, gradient in gradients(model).items():
@@ -87,12 +88,10 @@ def test_labels_are_the_next_trained_token_and_never_cross_a_document() -> None:
     for document in store.documents:
         document.loss_mask[:] = [1, 0, 1, 1]  # a document that is trained from its very first token
     batch = make_micro_batch([StoreRows(store).row(i) for i in range(3)], layout="packed", device=CPU)
-    expected = [
-        label for d in store.documents for label in [IGNORED, int(d.tokens[2]), int(d.tokens[3]), IGNORED]
-    ]
+    expected = [label for d in store.documents for label in [IGNORED, int(d.tokens[2]), int(d.tokens[3]), IGNORED]]
     assert batch.labels_T.tolist() == expected
     assert batch.position_ids.tolist() == [[0, 1, 2, 3] * 3]
-    assert batch.cu_seqlens.tolist() == [0, 4, 8, 12]
+    assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 4, 8, 12]
     assert batch.document_ids_T.tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
@@ -128,7 +127,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step() -> None:
 
     assert objective.failures == len(halved) == 3
     assert runner.micro_batch_tokens <= 300
-    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.loss == pytest.approx(expected.loss, rel=2e-6)
     assert result.num_trained_tokens == expected.num_trained_tokens
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -181,32 +180,34 @@ def test_step_level_statistics_see_the_whole_step_before_any_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "plain"),
+    "config",
     [
-        (Gemma2Config(head_dim=8, final_logit_softcapping=30.0), False),
-        (Cohere2Config(logit_scale=0.25), False),
-        (GraniteConfig(logits_scaling=8.0), False),
-        (None, True),
+        Gemma2Config(head_dim=8, final_logit_softcapping=30.0),
+        Cohere2Config(logit_scale=0.25),
+        GraniteConfig(logits_scaling=8.0),
     ],
 )
-def test_logits_that_are_more_than_a_product_are_found_and_trained_on_exactly(config, plain: bool) -> None:
-    if config is None:
-        model = tiny_model(dtype=torch.float64)
-    else:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        for name, value in (sizes | {"num_key_value_heads": 2, "vocab_size": 61, "pad_token_id": 0}).items():
-            setattr(config, name, value)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:2]
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).double().eval()
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
+@pytest.mark.parametrize("head", ["apart", "the model's own logits"])
+def test_capped_and_scaled_logits_are_trained_on_exactly(config: PreTrainedConfig, head: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    for name, value in (sizes | {"num_key_value_heads": 2, "vocab_size": 61, "pad_token_id": 0}).items():
+        setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
     store = tiny_store(12)
-    assert ForwardModel(model).head_is_plain is plain
+    forward = ForwardModel(model)
+    assert forward.head is not None
+    if head != "apart":
+        forward.head = None
     with torch.no_grad():
-        expected = float(reference_loss(model, store))
-    assert run(model, store, tokens=100).loss == pytest.approx(expected, rel=1e-5)
+        expected = reference_loss(model, store).item()
+    runner = StepRunner(SftObjective(), micro_batch_tokens=100, layout="packed", device=CPU)
+    step = StepDataset(StoreRows(store), batch_size=12, seed=0)[0]
+    assert runner.run(forward, step, backward=lambda loss: loss.backward()).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_ranks_share_every_row_of_a_step_once_and_evenly() -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gym_trainer.fast.packing import PackedLayout
+
 IGNORED = -100
 """The label of a position that is not trained, as everywhere in PyTorch."""
 
@@ -122,13 +124,13 @@ class MicroBatch:
     attention_mask: Tensor | None
     """int64 [D, L] padded; None packed."""
     labels_T: Tensor
+    """int64; stays on the host, where choosing the labelled positions costs no wait for the device."""
     document_ids_T: Tensor
     """int64; which document a position belongs to, -1 for padding."""
     document_rows_D: Tensor
     """int64; the position of each document's row in `rows`."""
-    cu_seqlens: Tensor
-    """int32 [D + 1]; where each document starts and ends when packed."""
-    max_seqlen: int
+    packed: PackedLayout | None
+    """Where the documents lie; None padded."""
     num_tokens: int
     """Tokens of documents, without padding."""
 
@@ -140,17 +142,12 @@ class MicroBatch:
         """Keyword arguments for a transformers model.
 
         The packed form carries the document boundaries both as restarting positions, from which transformers' masks
-        keep documents apart, and as cumulative lengths, by the names that its variable-length kernels take.
+        keep documents apart, and as cumulative lengths, which the attention of `gym_trainer.fast` reads.
         """
-        inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
-        if self.layout == "padded":
-            return inputs | {"attention_mask": self.attention_mask}
-        return inputs | {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        if self.packed is not None:
+            return inputs | self.packed.model_kwargs()
+        return inputs | {"position_ids": self.position_ids, "attention_mask": self.attention_mask}
 
 
 def shifted_labels(document: Document) -> np.ndarray:
@@ -164,42 +161,36 @@ def shifted_labels(document: Document) -> np.ndarray:
 def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.device | str) -> MicroBatch:
     """Lay whole rows out for one forward pass."""
     documents = [document for row in rows for document in row.documents]
-    lengths = np.array([len(document.tokens) for document in documents], dtype=np.int64)
+    lengths = [len(document.tokens) for document in documents]
     document_rows = [number for number, row in enumerate(rows) for _ in row.documents]
-    num_documents, max_seqlen = len(documents), int(lengths.max())
-
+    labels = [shifted_labels(document) for document in documents]
+    packed = attention_mask = None
     if layout == "packed":
-        input_ids = np.concatenate([np.asarray(document.tokens, dtype=np.int64) for document in documents])[None]
-        position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
-        labels_T = np.concatenate([shifted_labels(document) for document in documents])
-        document_ids_T = np.repeat(np.arange(num_documents), lengths)
-        attention_mask = None
+        packed = PackedLayout.from_lengths(lengths, device)
+        position_ids = packed.position_ids
+        input_ids = np.concatenate([document.tokens for document in documents]).astype(np.int64)[None]
+        labels_T = np.concatenate(labels)
+        document_ids_T = np.repeat(np.arange(len(documents)), lengths)
     else:
-        shape = (num_documents, max_seqlen)
-        inside = np.arange(max_seqlen)[None] < lengths[:, None]
-        input_ids = np.zeros(shape, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        shape = (len(documents), max(lengths))
+        inside = np.arange(shape[1])[None] < np.array(lengths)[:, None]
+        input_ids, labels_T = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         for number, document in enumerate(documents):
             input_ids[number, : lengths[number]] = document.tokens
-            labels[number, : lengths[number]] = shifted_labels(document)
-        position_ids = np.where(inside, np.arange(max_seqlen)[None], 0)
-        labels_T = labels.reshape(-1)
-        document_ids_T = np.where(inside, np.arange(num_documents)[:, None], -1).reshape(-1)
+            labels_T[number, : lengths[number]] = labels[number]
+        position_ids = torch.from_numpy(np.where(inside, np.arange(shape[1])[None], 0)).to(device)
+        labels_T = labels_T.reshape(-1)
+        document_ids_T = np.where(inside, np.arange(shape[0])[:, None], -1).reshape(-1)
         attention_mask = torch.from_numpy(inside.astype(np.int64)).to(device)
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
     return MicroBatch(
         rows=tuple(rows),
         layout=layout,
-        input_ids=on_device(input_ids),
-        position_ids=on_device(position_ids),
+        input_ids=torch.from_numpy(input_ids).to(device, non_blocking=True),
+        position_ids=position_ids,
         attention_mask=attention_mask,
-        labels_T=on_device(labels_T),
-        document_ids_T=on_device(document_ids_T),
+        labels_T=torch.from_numpy(labels_T),
+        document_ids_T=torch.from_numpy(document_ids_T).to(device, non_blocking=True),
         document_rows_D=torch.tensor(document_rows, device=device),
-        cu_seqlens=on_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-        max_seqlen=max_seqlen,
-        num_tokens=int(lengths.sum()),
+        packed=packed,
+        num_tokens=sum(lengths),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from gym_trainer.loop.batch import MicroBatch, StepBatch
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.objectives.base import LossSum, Objective, Ratio, Unit
@@ -19,5 +21,5 @@ class SftObjective(Objective):
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         result = model.cross_entropy(micro_batch)
-        accuracy = Ratio(total=result.num_correct, count=result.num_tokens)
+        accuracy = Ratio(total=result.num_correct, count=torch.tensor(result.num_tokens))
         return LossSum(loss=result.loss_sum, metrics={"token_accuracy": accuracy})
