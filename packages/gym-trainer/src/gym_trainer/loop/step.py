@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from gym_data.packing import micro_batches
 from torch import Tensor, nn
 
-from gym_data.packing import micro_batches
 from gym_sdk.errors import RunFailed
 from gym_trainer.loop.batch import Layout, MicroBatch, Row, StepBatch, make_micro_batch
 from gym_trainer.loop.forward import ForwardModel
