@@ -1,0 +1,121 @@
+"""A resolved model into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from gym_sdk.errors import MissingExtra, ModelError
+from gym_serve.models.resolution import ResolvedModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def load_model(
+    resolved: ResolvedModel,
+    *,
+    dtype: torch.dtype | DtypeName = "auto",
+    device: torch.device | str = "cpu",
+    quantization: Literal["none", "nf4", "int8"] = "none",
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A `transformers` causal language model in evaluation mode, with frozen precision and placement.
+
+    `dtype="auto"` is bfloat16 on devices that compute in it, float16 on older cards, float32 on processors (see
+    `default_dtype`). `attention` is a name of transformers' attention interface; its default when None. Remote
+    code runs only with `trust_remote_code`, which is the operator's to give.
+
+    Raises:
+        ModelError: the architecture is unknown to the installed transformers, weights are missing or have the wrong
+            shape, or the device is not there.
+        MissingExtra: torch, or bitsandbytes for `nf4` and `int8`, is not installed.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise MissingExtra("loading a model", package="gym-serve", extra="torch") from error
+
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("there is no CUDA device", hint="use device cpu; `gym doctor` says what this machine has")
+    if isinstance(dtype, str):
+        dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    options: dict[str, object] = {"dtype": dtype, "device_map": {"": device}, "trust_remote_code": trust_remote_code}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if quantization != "none":
+        options["quantization_config"] = _quantization(quantization, dtype)
+    try:
+        with _no_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                resolved.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+            )
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(f"{resolved.source} cannot be loaded: {_first_line(error)}", hint=_hint(str(error))) from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"{resolved.source} lacks {len(missing)} weights, such as {missing[0]}",
+            hint="the folder is incomplete, or its config.json belongs to another model",
+        )
+    return model.eval()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers draws a bar for a load of two seconds; a command's own output is enough."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device has it in hardware, float16 on older CUDA cards (T4, V100), float32 elsewhere."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.float16 if device.type == "mps" else torch.float32
+
+
+def _quantization(kind: Literal["nf4", "int8"], dtype: torch.dtype) -> object:
+    try:
+        import bitsandbytes  # noqa: F401  (transformers names the package only deep inside the load)
+    except ImportError as error:
+        raise MissingExtra(f"holding the base in {kind}", package="gym-trainer", extra="cuda") from error
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _hint(text: str) -> str | None:
+    if "trust_remote_code" in text:
+        return "its code runs only with model.trust_remote_code=true; read that code first"
+    if "does not recognize this architecture" in text or "model type" in text:
+        return "a newer transformers may know it: pip install -U transformers"
+    return None
