@@ -1,0 +1,37 @@
+"""The known formats, and which of them a row has."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from gym_data.formats._base import Format, Row
+from gym_data.formats.alpaca import Alpaca
+from gym_data.formats.openai import OpenAI
+from gym_data.formats.prompt_completion import PromptCompletion
+from gym_sdk.errors import DataError
+
+_OWN: tuple[type[Format], ...] = (OpenAI, PromptCompletion, Alpaca)
+"""In order of detection: the first whose signature a row has."""
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """Every format by name, Gym's own first."""
+    found: dict[str, Format] = {made.name: made for made in (kind() for kind in _OWN)}
+    for entry in entry_points(group="gym.formats"):
+        found.setdefault(entry.name, entry.load()())
+    return found
+
+
+def format_named(name: str) -> Format:
+    """The format of that name. Raises DataError with the known ones."""
+    try:
+        return formats()[name]
+    except KeyError:
+        raise DataError(f"unknown format {name!r}; known are {', '.join(formats())}") from None
+
+
+def detect(row: Row) -> Format | None:
+    """The format whose signature a row has."""
+    return next((found for found in formats().values() if found.matches(row)), None)

@@ -1,0 +1,225 @@
+"""A model's chat template, compiled twice: plain, as transformers runs it, and traced.
+
+The traced program is the same Jinja syntax tree with every string constant replaced by a `Traced` one and every join by
+one that keeps origins. Both see the same values, so their texts are equal; `render` checks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gym_data.rendering.traced import (
+    TEMPLATE,
+    UNKNOWN,
+    Run,
+    Traced,
+    concat,
+    marked,
+    runs_of,
+    sources_in,
+    wrap,
+)
+from gym_sdk.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered chat and where its characters came from: `runs` are `(length, origin)`, and cover the text."""
+
+    text: str
+    runs: tuple[Run, ...]
+
+
+class TemplateFailed(Exception):
+    """The template refused these messages, or broke on them."""
+
+
+class ChatTemplate:
+    """A chat template of a given name (for messages) and source."""
+
+    def __init__(self, source: str, *, name: str = "chat template", tokens: Mapping[str, str] | None = None) -> None:
+        """`tokens` are the tokenizer's own (`bos_token`, ...), which the template may write."""
+        self.source = source
+        self.name = name
+        self._tokens = dict(tokens or {})
+        self._traced_tokens = wrap(self._tokens, TEMPLATE)
+        try:
+            self._plain = _PlainEnvironment().from_string(source)
+            self._traced = _TracedEnvironment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"{name} is not valid Jinja (line {error.lineno}): {error.message}",
+                hint="The model folder's chat_template.jinja is broken; set data.chat_template to a working one.",
+            ) from None
+        self.marks_generation = self._plain.environment.marks_generation
+
+    def render_plain(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The text that transformers' `apply_chat_template(tokenize=False)` gives."""
+        return self._run(lambda: "".join(self._plain.generate(messages=messages, **{**self._tokens, **variables})))
+
+    def render_traced(self, messages: list[dict[str, Any]], **variables: Any) -> Rendered:
+        """The same text with origins, from messages whose strings are traced."""
+        tokens = self._traced_tokens
+        joined = self._run(
+            lambda: concat(map(str, self._traced.generate(messages=messages, **{**tokens, **variables})))
+        )
+        return Rendered(str.__str__(joined), runs_of(joined))
+
+    def _run(self, render: Callable[[], str]) -> str:
+        try:
+            return render()
+        except jinja2.TemplateError as error:
+            raise TemplateFailed(f"{self.name}: {error.message or error}") from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            # A template is a program: a message that it did not foresee breaks it in any of these ways.
+            raise TemplateFailed(f"{self.name} breaks on this chat: {error}") from None
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return Traced.of(datetime.now().strftime(pattern), TEMPLATE)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters; chat templates are written for transformers', which does not.
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    sources = sources_in(value) - {TEMPLATE}
+    return Traced.of(text, sources.pop() if len(sources) == 1 else UNKNOWN)
+
+
+class _Dict:
+    """`dict(...)` for templates: a function, so that no attribute of the class can be reached."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` that takes no underscored names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace takes no underscored name: {name!r}")
+
+
+class _Generation(Extension):
+    """`{% generation %}`: transformers' tag around what the assistant writes."""
+
+    tags = {"generation"}
+    environment: _PlainEnvironment
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.marks_generation = True
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Macro) -> str:
+        written = caller()
+        return marked(written) if isinstance(written, Traced) else written
+
+
+class _PlainEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja as transformers sets it up for chat templates; one environment a template."""
+
+    marks_generation = False
+    """Whether the template has a `{% generation %}` block."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+        )
+
+
+class _TracingCodeGenerator(CodeGenerator):
+    """Writes string constants as look-ups of traced strings."""
+
+    environment: _TracedEnvironment
+
+    def _traced(self, text: str) -> str:
+        return f"environment.constants[{self.environment.constant(text)}]"
+
+    def _output_const_repr(self, group: Any) -> str:
+        return self._traced("".join(group))
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802 - named after the node
+        if type(node.value) is str:
+            self.write(self._traced(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:  # noqa: N802 - named after the node
+        self.write(self._traced(node.data))
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - named after the node
+        self.write("concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _TracedEnvironment(_PlainEnvironment):
+    """The same environment, with origins kept by constants, joins and filters."""
+
+    code_generator_class = _TracingCodeGenerator
+    concat = staticmethod(concat)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants: list[str] = []
+        self._constant_index: dict[str, int] = {}
+        self.filters["join"] = _join
+
+    def constant(self, text: str) -> int:
+        """The index of a traced constant."""
+        if text not in self._constant_index:
+            self._constant_index[text] = len(self.constants)
+            self.constants.append(Traced.of(text, TEMPLATE))
+        return self._constant_index[text]
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    separator = d if isinstance(d, Traced) else Traced.of(d, TEMPLATE)
+    return separator.join(map(str, value))
