@@ -1,0 +1,201 @@
+"""Who calls: keys, their scopes, and the local key.
+
+A key is 32 random bytes in URL-safe text after `gym-`; the database keeps its SHA-256 only. That much randomness needs no
+slow hash: there is nothing to guess. Scopes: a `user` sees and changes its own jobs, files and models and may
+generate; an `admin` also manages models that all see, other keys' jobs, and reads the metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from gym_sdk.errors import UserError, Where
+
+from gym_serve._database import Database
+from gym_serve.errors import Kind, ServiceError
+
+_LOCAL_KEY_NAME = "local"
+_MEMORY_S = 2.0
+"""How long a looked-up key is believed: a revoked key works no longer than this."""
+
+
+class Scope(StrEnum):
+    """What a key may do."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A key without its secret."""
+
+    id: str
+    name: str
+    scope: Scope
+    created_at: float = 0.0
+    revoked_at: float | None = None
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it has the admin scope."""
+        return self.scope is Scope.ADMIN
+
+    def may_see(self, owner: str) -> bool:
+        """Whether what `owner` (a key's id) made is this key's business."""
+        return self.is_admin or owner == self.id
+
+
+def make_secret() -> str:
+    """A new key's text."""
+    return "gym-" + secrets.token_urlsafe(32)
+
+
+def digest(secret: str) -> bytes:
+    """What the database keeps of a key."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+
+def insert_key(connection: sqlite3.Connection, name: str, scope: Scope, secret: str) -> Key:
+    """Stores a key. Names are unique among keys that are not revoked."""
+    if connection.execute("SELECT 1 FROM keys WHERE name = ? AND revoked_at IS NULL", (name,)).fetchone():
+        raise UserError(f"there is a key named '{name}' already", hint="revoke it first, or choose another name")
+    key = Key(id=f"key-{secrets.token_hex(8)}", name=name, scope=scope, created_at=time.time())
+    connection.execute(
+        "INSERT INTO keys (id, name, scope, secret_sha256, created_at) VALUES (?, ?, ?, ?, ?)",
+        (key.id, name, scope.value, digest(secret), key.created_at),
+    )
+    return key
+
+
+def revoke_key(connection: sqlite3.Connection, name_or_id: str) -> Key:
+    """Ends a key; running requests of it go on, new ones are refused within seconds."""
+    row = connection.execute(
+        "SELECT * FROM keys WHERE (name = ?1 OR id = ?1) AND revoked_at IS NULL", (name_or_id,)
+    ).fetchone()
+    if row is None:
+        raise UserError(f"no key '{name_or_id}'", hint="gym keys list shows them")
+    connection.execute("UPDATE keys SET revoked_at = ? WHERE id = ?", (time.time(), row["id"]))
+    return _key_of(row)
+
+
+def list_keys(connection: sqlite3.Connection) -> list[Key]:
+    """Every key, the revoked ones included, oldest first."""
+    return [_key_of(row) for row in connection.execute("SELECT * FROM keys ORDER BY created_at")]
+
+
+def _key_of(row: sqlite3.Row) -> Key:
+    return Key(
+        id=row["id"],
+        name=row["name"],
+        scope=Scope(row["scope"]),
+        created_at=row["created_at"],
+        revoked_at=row["revoked_at"],
+    )
+
+
+class Keyring:
+    """Answers whose key a secret is."""
+
+    def __init__(self, database: Database, static: dict[bytes, Key] | None = None) -> None:
+        self._database = database
+        self._static = static or {}
+        self._memory: dict[bytes, tuple[float, Key]] = {}
+
+    async def authenticate(self, authorization: str | None) -> Key:
+        """The key of an `Authorization: Bearer ...` value; a `ServiceError` where there is none or it is not known."""
+        scheme, _, secret = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            raise ServiceError(
+                Kind.UNAUTHENTICATED,
+                "no API key was given",
+                reason="missing_api_key",
+                hint="send it as 'Authorization: Bearer KEY'; 'gym keys create' on the daemon's machine makes one",
+            )
+        hashed = digest(secret.strip())
+        if (key := self._static.get(hashed)) is not None:
+            return key
+        now = time.monotonic()
+        remembered = self._memory.get(hashed)
+        if remembered is not None and now - remembered[0] < _MEMORY_S:
+            return remembered[1]
+        row = await self._database.read(
+            lambda connection: connection.execute(
+                "SELECT * FROM keys WHERE secret_sha256 = ? AND revoked_at IS NULL", (hashed,)
+            ).fetchone()
+        )
+        if row is None:
+            self._memory.pop(hashed, None)
+            raise ServiceError(Kind.UNAUTHENTICATED, "the API key is not known here", reason="invalid_api_key")
+        key = _key_of(row)
+        self._memory[hashed] = (now, key)
+        return key
+
+
+def require_admin(key: Key) -> None:
+    """A `ServiceError` unless the key has the admin scope."""
+    if not key.is_admin:
+        raise ServiceError(Kind.DENIED, "this call needs a key with the admin scope", reason="admin_required")
+
+
+def take_environment_keys(environment: MutableMapping[str, str]) -> dict[bytes, Key]:
+    """The keys given as `GYM_API_KEY` and `GYM_ADMIN_KEY`, which are removed so that no child process inherits them."""
+    keys: dict[bytes, Key] = {}
+    for variable, scope in (("GYM_API_KEY", Scope.USER), ("GYM_ADMIN_KEY", Scope.ADMIN)):
+        secret = environment.pop(variable, "").strip()
+        if not secret:
+            continue
+        if len(secret) < 16:
+            raise UserError(f"{variable} is shorter than 16 characters, so it could be guessed", hint="gym keys create makes a good one")
+        keys[digest(secret)] = Key(id=f"key-{variable.lower().replace('_', '-')}", name=variable, scope=scope)
+    return keys
+
+
+def ensure_local_key(connection: sqlite3.Connection, path: Path) -> str:
+    """The secret of the key that this machine's user finds in `path` (mode 0600); made on the first start.
+
+    A file that others can read is refused; one that the database does not know any more is written anew.
+    """
+    try:
+        mode = path.stat().st_mode & 0o777
+    except FileNotFoundError:
+        pass
+    else:
+        if mode & 0o077:
+            raise UserError(
+                f"the local key can be read by others (mode {mode:04o})",
+                where=Where(file=str(path)),
+                hint=f"chmod 600 {path}, or remove it and a new one is made",
+            )
+        secret = path.read_text(encoding="ascii").strip()
+        row = connection.execute(
+            "SELECT 1 FROM keys WHERE secret_sha256 = ? AND revoked_at IS NULL", (digest(secret),)
+        ).fetchone()
+        if row is not None:
+            return secret
+    secret = make_secret()
+    connection.execute(
+        "UPDATE keys SET revoked_at = ? WHERE name = ? AND revoked_at IS NULL", (time.time(), _LOCAL_KEY_NAME)
+    )
+    insert_key(connection, _LOCAL_KEY_NAME, Scope.ADMIN, secret)
+    write_private(path, secret + "\n")
+    return secret
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,421 @@
+"""Files: uploads that go on where they broke off, content checked by SHA-256, training data checked row by row."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import re
+import secrets
+import sqlite3
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gym_serve._database import Database
+from gym_serve.auth import Key
+from gym_serve.errors import Kind, ServiceError, conflict, invalid, not_found
+from gym_serve.files import store
+from gym_serve.files.blobs import CHUNK_BYTES, BlobStore
+from gym_serve.files.check import check_training_data
+from gym_serve.files.store import File, Upload
+from gym_serve.settings import FileSettings, LimitSettings
+
+logger = logging.getLogger(__name__)
+
+TRAINING_PURPOSE = "fine-tune"
+"""Files of this purpose must be rows that gym-data can read."""
+PURPOSES = (TRAINING_PURPOSE, "fine-tune-results", "user_data", "batch", "evals", "assistants", "vision")
+_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,8}){1,2}$")
+_COLLECT_AGE_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """An upload and how much of it is here."""
+
+    upload: Upload
+    received_bytes: int
+
+
+class FileService:
+    """What both HTTP and gRPC call."""
+
+    def __init__(self, database: Database, blobs: BlobStore, limits: LimitSettings, settings: FileSettings) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._limits = limits
+        self._settings = settings
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def begin(
+        self,
+        key: Key,
+        *,
+        filename: str,
+        purpose: str,
+        size_bytes: int,
+        sha256: str | None = None,
+        request_id: str | None = None,
+        expires_after_s: float | None = None,
+    ) -> Progress:
+        """Begins an upload, or finds the one that the same key began with the same `request_id`.
+
+        `sha256` is checked when all is here. Raises `ServiceError` for names, sizes and quotas.
+        """
+        _check_name(filename)
+        if purpose not in PURPOSES:
+            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}; got '{purpose}'", field="purpose")
+        if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+            raise invalid("sha256 must be 64 hexadecimal digits", field="sha256")
+        if size_bytes < 0:
+            raise invalid("the size must not be negative", field="size_bytes")
+        self._check_size(size_bytes)
+        now = time.time()
+        upload = Upload(
+            id=f"upload_{secrets.token_hex(12)}",
+            owner=key.id,
+            request_id=request_id,
+            filename=filename,
+            purpose=purpose,
+            size_bytes=size_bytes,
+            sha256=sha256,
+            created_at=now,
+            touched_at=now,
+            expires_after_s=expires_after_s,
+            state="pending",
+        )
+
+        def transaction(connection: sqlite3.Connection) -> Upload:
+            if request_id is not None and (known := store.upload_by_request(connection, key.id, request_id)):
+                if (known.filename, known.size_bytes, known.sha256) != (filename, size_bytes, sha256):
+                    raise conflict(
+                        f"request id '{request_id}' was used for another file before",
+                        reason="request_id_reused",
+                        hint="use a new request id for each file",
+                    )
+                return known
+            used = store.stored_bytes(connection, key.id)
+            if used + size_bytes > self._limits.max_storage_bytes_per_key:
+                raise ServiceError(
+                    Kind.EXHAUSTED,
+                    f"{size_bytes} more bytes would be above this key's {self._limits.max_storage_bytes_per_key}, "
+                    f"of which {used} are used",
+                    reason="storage_quota",
+                    hint="delete files that are no longer needed",
+                )
+            store.insert_upload(connection, upload)
+            return upload
+
+        return await self._progress(await self._database.write(transaction))
+
+    async def upload(self, key: Key, upload_id: str) -> Progress:
+        """An upload and the offset from which to go on."""
+        return await self._progress(await self._own_upload(key, upload_id))
+
+    async def append(self, key: Key, upload_id: str, offset: int, data: bytes | memoryview) -> int:
+        """Adds a chunk and returns how many bytes are here. Bytes that are here already may be sent again."""
+        upload = await self._own_upload(key, upload_id, pending=True)
+        if offset < 0:
+            raise invalid("the offset must not be negative", field="offset")
+        if offset + len(data) > upload.size_bytes:
+            raise invalid(
+                f"the chunk ends at byte {offset + len(data)}, and the upload was announced with {upload.size_bytes}",
+                field="data",
+            )
+        async with self._locks[upload_id]:
+            received = await asyncio.to_thread(self._blobs.append, upload_id, offset, data)
+        if time.time() - upload.touched_at > 60:
+            now = time.time()
+            await self._database.write(lambda connection: store.touch_upload(connection, upload_id, now))
+        return received
+
+    async def add_part(self, key: Key, upload_id: str, data: AsyncIterator[bytes]) -> tuple[str, float]:
+        """Adds a part, whose place is said at completion, and returns its id and time."""
+        upload = await self._own_upload(key, upload_id, pending=True)
+        part_id, now = f"part_{secrets.token_hex(12)}", time.time()
+        try:
+            size_bytes = await self._write(part_id, data, upload.size_bytes)
+
+            def transaction(connection: sqlite3.Connection) -> None:
+                store.insert_part(connection, part_id, upload_id, size_bytes, now)
+                store.touch_upload(connection, upload_id, now)
+
+            await self._database.write(transaction)
+        except BaseException:
+            self._blobs.discard(part_id)
+            raise
+        return part_id, now
+
+    async def complete(
+        self, key: Key, upload_id: str, *, part_ids: Sequence[str] | None = None, md5: str | None = None
+    ) -> File:
+        """Makes an upload a file, checked. Completing a completed one gives the same file."""
+        upload = await self._own_upload(key, upload_id)
+        if upload.state == "completed" and upload.file_id is not None:
+            return await self.file(key, upload.file_id)
+        _check_pending(upload)
+        async with self._locks[upload_id]:
+            if part_ids is not None:
+                known = await self._database.read(lambda connection: store.parts(connection, upload_id))
+                for part_id in part_ids:
+                    if part_id not in known:
+                        raise not_found("part", part_id, field="part_ids")
+                if len(set(part_ids)) != len(part_ids):
+                    raise invalid("a part is named twice", field="part_ids")
+                if (total := sum(known[part_id] for part_id in part_ids)) != upload.size_bytes:
+                    raise invalid(
+                        f"the parts have {total} bytes together, and the upload was announced with {upload.size_bytes}",
+                        field="part_ids",
+                    )
+                await asyncio.to_thread(self._blobs.join, upload_id, list(part_ids))
+            received = await asyncio.to_thread(self._blobs.received, upload_id)
+            if received != upload.size_bytes:
+                raise conflict(
+                    f"{received} of {upload.size_bytes} bytes are here",
+                    reason="upload_incomplete",
+                    hint=f"send from byte {received}",
+                )
+            if md5 is not None:
+                await asyncio.to_thread(self._check_md5, upload_id, md5)
+            file = await self._store(upload)
+        self._locks.pop(upload_id, None)
+        return file
+
+    async def cancel(self, key: Key, upload_id: str) -> Upload:
+        """Drops an upload."""
+        upload = await self._own_upload(key, upload_id)
+        if upload.state != "cancelled":
+            _check_pending(upload)
+            await self._end(upload, "cancelled")
+        return await self._own_upload(key, upload_id)
+
+    async def create(
+        self,
+        key: Key,
+        *,
+        filename: str,
+        purpose: str,
+        data: AsyncIterator[bytes],
+        expires_after_s: float | None = None,
+        reuse_s: float = 0.0,
+    ) -> File:
+        """A file in one call. With `reuse_s`, the same content under the same name and purpose that this key sent
+        within that time is the same file: the official client sends again without a sign that it does."""
+        upload = (
+            await self.begin(key, filename=filename, purpose=purpose, size_bytes=0, expires_after_s=expires_after_s)
+        ).upload
+        try:
+            size_bytes = await self._write(upload.id, data, self._limits.max_file_bytes)
+
+            def announce(connection: sqlite3.Connection) -> Upload:
+                if store.stored_bytes(connection, key.id) + size_bytes > self._limits.max_storage_bytes_per_key:
+                    raise ServiceError(
+                        Kind.EXHAUSTED,
+                        f"the file is above this key's {self._limits.max_storage_bytes_per_key} bytes",
+                        reason="storage_quota",
+                        hint="delete files that are no longer needed",
+                    )
+                connection.execute("UPDATE uploads SET size_bytes = ? WHERE id = ?", (size_bytes, upload.id))
+                return store.get_upload(connection, upload.id)
+
+            upload = await self._database.write(announce)
+            return await self._store(upload, reuse_s=reuse_s)
+        except BaseException:
+            # Shielded: the client that went away must not leave its bytes behind.
+            await asyncio.shield(self._end(upload, "cancelled"))
+            raise
+
+    async def file(self, key: Key, file_id: str) -> File:
+        """A file that this key may see."""
+        file = await self._database.read(lambda connection: store.get_file(connection, file_id))
+        if not key.may_see(file.owner):
+            raise not_found("file", file_id)
+        return file
+
+    async def files(
+        self, key: Key, *, purpose: str | None = None, after: str | None = None, limit: int, ascending: bool = False
+    ) -> list[File]:
+        """A page of this key's files."""
+        if after is not None:
+            await self.file(key, after)
+        return await self._database.read(
+            lambda connection: store.page_of_files(
+                connection, owner=key.id, purpose=purpose, after=after, limit=limit, ascending=ascending
+            )
+        )
+
+    async def delete(self, key: Key, file_id: str) -> None:
+        """Removes a file. Jobs that were made with it keep its content."""
+        await self.file(key, file_id)
+        await self._database.write(lambda connection: store.delete_file(connection, file_id))
+
+    async def read(self, file: File, offset: int, length: int) -> AsyncIterator[bytes]:
+        """A file's content from `offset`."""
+        chunks = self._blobs.read(file.sha256, offset, length)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+
+    def link(self, file: File, folder: Path) -> Path:
+        """Puts a file's content into a folder under a name made of its id and its ending, and returns that path.
+        Blocks on the disk."""
+        suffix = match.group(0).lower() if (match := _SUFFIX.search(file.filename)) else ""
+        target = folder / f"{file.id}{suffix}"
+        self._blobs.link(file.sha256, target)
+        return target
+
+    async def collect(self, *, min_age_s: float = _COLLECT_AGE_S) -> int:
+        """Removes idle uploads, files whose time is over, and content that nothing names; returns how many contents."""
+        now = time.time()
+        for upload in await self._database.read(
+            lambda connection: store.idle_uploads(connection, now - self._settings.upload_expiry_s)
+        ):
+            logger.info("upload %s: nothing arrived for too long; dropped", upload.id)
+            await self._end(upload, "expired")
+        await self._database.write(lambda connection: store.delete_expired_files(connection, now))
+        used, pending = await self._database.read(
+            lambda connection: (store.used_content(connection), store.pending_names(connection))
+        )
+
+        def remove() -> int:
+            unused = [sha256 for sha256 in self._blobs.older_than(min_age_s) if sha256 not in used]
+            for sha256 in unused:
+                self._blobs.remove(sha256)
+            return len(unused)
+
+        # What a killed daemon was writing; young enough, it may belong to a call that goes on just now.
+        for name in await asyncio.to_thread(self._blobs.incoming_older_than, min_age_s):
+            if name not in pending:
+                await asyncio.to_thread(self._blobs.discard, name)
+        return await asyncio.to_thread(remove)
+
+    async def collect_forever(self) -> None:
+        """`collect`, every so often."""
+        while True:
+            await asyncio.sleep(self._settings.collect_every_s)
+            try:
+                await self.collect()
+            except Exception:
+                logger.exception("collecting garbage failed; it is tried again")
+
+    async def _write(self, name: str, data: AsyncIterator[bytes], limit: int) -> int:
+        size_bytes = 0
+        buffer = bytearray()
+        async for chunk in data:
+            buffer += chunk
+            if size_bytes + len(buffer) > limit:
+                raise ServiceError(
+                    Kind.TOO_LARGE, f"more than the {limit} bytes that are allowed here", reason="file_too_large"
+                )
+            if len(buffer) >= CHUNK_BYTES:
+                size_bytes = await asyncio.to_thread(self._blobs.append, name, size_bytes, bytes(buffer))
+                buffer.clear()
+        return await asyncio.to_thread(self._blobs.append, name, size_bytes, bytes(buffer))
+
+    async def _store(self, upload: Upload, *, reuse_s: float = 0.0) -> File:
+        """Checks the content, makes it a blob, and its row a file, in that order."""
+        try:
+            sha256, size_bytes = await asyncio.to_thread(self._blobs.finish, upload.id, upload.sha256)
+        except ServiceError:
+            await self._end(upload, "cancelled")
+            raise
+        row_format, num_rows = None, None
+        if upload.purpose == TRAINING_PURPOSE:
+            try:
+                row_format, num_rows = await check_training_data(self._blobs.path(sha256), upload.filename)
+            except ServiceError:
+                await self._end(upload, "cancelled")
+                await self._remove_unused(sha256)
+                raise
+        now = time.time()
+        file = File(
+            id=f"file-{secrets.token_hex(12)}",
+            owner=upload.owner,
+            filename=upload.filename,
+            purpose=upload.purpose,
+            sha256=sha256,
+            size_bytes=size_bytes,
+            created_at=now,
+            expires_at=now + upload.expires_after_s if upload.expires_after_s else None,
+            format=row_format,
+            num_rows=num_rows,
+        )
+
+        def transaction(connection: sqlite3.Connection) -> File:
+            if reuse_s > 0:
+                for recent in store.page_of_files(
+                    connection, owner=upload.owner, purpose=upload.purpose, after=None, limit=8
+                ):
+                    same = (recent.sha256, recent.filename) == (sha256, upload.filename)
+                    if same and now - recent.created_at < reuse_s:
+                        store.set_upload_state(connection, upload.id, "completed", recent.id)
+                        return recent
+            store.insert_file(connection, file)
+            store.set_upload_state(connection, upload.id, "completed", file.id)
+            return file
+
+        return await self._database.write(transaction)
+
+    async def _remove_unused(self, sha256: str) -> None:
+        used = await self._database.read(store.used_content)
+        if sha256 not in used:
+            await asyncio.to_thread(self._blobs.remove, sha256)
+
+    async def _end(self, upload: Upload, state: store.UploadState) -> None:
+        names = [upload.id, *await self._database.read(lambda connection: store.parts(connection, upload.id))]
+
+        def transaction(connection: sqlite3.Connection) -> None:
+            if store.get_upload(connection, upload.id).state == "pending":
+                store.set_upload_state(connection, upload.id, state)
+
+        await self._database.write(transaction)
+        for name in names:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._blobs.discard, name)
+        self._locks.pop(upload.id, None)
+
+    async def _own_upload(self, key: Key, upload_id: str, *, pending: bool = False) -> Upload:
+        upload = await self._database.read(lambda connection: store.get_upload(connection, upload_id))
+        if not key.may_see(upload.owner):
+            raise not_found("upload", upload_id)
+        if pending:
+            _check_pending(upload)
+        return upload
+
+    async def _progress(self, upload: Upload) -> Progress:
+        if upload.state == "completed":
+            return Progress(upload=upload, received_bytes=upload.size_bytes)
+        received = await asyncio.to_thread(self._blobs.received, upload.id)
+        return Progress(upload=upload, received_bytes=received)
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._limits.max_file_bytes:
+            raise ServiceError(
+                Kind.TOO_LARGE,
+                f"{size_bytes} bytes are more than the {self._limits.max_file_bytes} that a file may have here",
+                reason="file_too_large",
+                field="size_bytes",
+            )
+
+    def _check_md5(self, upload_id: str, md5: str) -> None:
+        digest = hashlib.md5(usedforsecurity=False)
+        for chunk in self._blobs.read_incoming(upload_id):
+            digest.update(chunk)
+        if digest.hexdigest() != md5.lower():
+            raise invalid(
+                f"the content's MD5 is {digest.hexdigest()}, not {md5}", field="md5", reason="checksum_mismatch"
+            )
+
+
+def _check_name(filename: str) -> None:
+    """A name is kept to show it; no path is ever made of it."""
+    if not 0 < len(filename) <= 255 or any(ord(character) < 32 or character in "/\\" for character in filename):
+        raise invalid("a file's name has 1 to 255 characters, no slash and no control character", field="filename")
+
+
+def _check_pending(upload: Upload) -> None:
+    if upload.state != "pending":
+        raise conflict(f"upload '{upload.id}' is {upload.state}", reason="upload_not_pending")

@@ -1,0 +1,95 @@
+"""What a job is: its states, its record, its events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    """Accepted; waits for its turn, or for the next attempt."""
+    RUNNING = "running"
+    """An attempt has been started."""
+    PAUSING = "pausing"
+    """Was told to stop so that it can be resumed."""
+    PAUSED = "paused"
+    """Stopped; `resume` puts it back into the queue."""
+    CANCELLING = "cancelling"
+    """Was told to stop for good."""
+    CANCELLED = "cancelled"
+    """Stopped for good; its last checkpoint is kept, and `retry` goes on from there."""
+    FAILED = "failed"
+    """Ended in an error; `retry` goes on from the last checkpoint."""
+    SUCCEEDED = "succeeded"
+    """Done; its model is registered."""
+
+
+ACTIVE = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING})
+"""States in which processes run."""
+FINAL = frozenset({JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED})
+"""States that nothing but a call of the user leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job, as its row says. Times are seconds since 1970."""
+
+    id: str
+    owner: str
+    name: str
+    spec_json: str
+    """The specification as it was given, in canonical JSON."""
+    spec_sha256: str
+    labels: dict[str, str]
+    origin: dict[str, object]
+    """What the interface that made it must give back later: OpenAI's names of files and hyperparameters."""
+    num_gpus: int
+    max_attempts: int
+    state: JobState
+    message: str
+    """Why it is in this state, where the state does not say it all."""
+    reason: str
+    """A stable word for a failure; empty otherwise."""
+    created_at: float
+    queued_at: float
+    started_at: float | None
+    finished_at: float | None
+    attempt: int
+    """Attempts so far, the present one included."""
+    not_before: float
+    """A queued job is not started before this time."""
+    run_dir: str | None
+    run_cursor: int
+    """The sequence number of the last event that was taken over from the run's own log."""
+    last_sequence: int
+    model_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEvent:
+    """One event of a job. Either the daemon's own (`state`) or one that the run wrote (`run`, a gym.v1.RunEvent)."""
+
+    sequence: int
+    """Counts from 1 without gaps, over all attempts: a reader that keeps the last one can always go on from there."""
+    time: float
+    attempt: int
+    state: JobState | None = None
+    message: str = ""
+    run: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a job."""
+
+    job_id: str
+    number: int
+    directory: str
+    gpus: list[int]
+    process: dict[str, object]
+    started_at: float
+    ended_at: float | None
+    outcome: str | None

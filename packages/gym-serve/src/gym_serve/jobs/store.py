@@ -1,0 +1,275 @@
+"""Jobs in SQLite. Functions over a connection: the caller decides what is one transaction.
+
+Invariant: a job's state never changes without its event in the same transaction, and events are numbered without
+gaps, so state and history cannot disagree after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+
+from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Job, JobEvent, JobState
+from gym_serve.errors import not_found
+
+
+def insert(connection: sqlite3.Connection, job: Job, request_id: str | None, file_ids: Iterable[str]) -> Job:
+    """Stores a new job in the queue, with its first event."""
+    connection.execute(
+        """INSERT INTO jobs (id, owner, request_id, name, spec_json, spec_sha256, labels_json, origin_json, num_gpus,
+               max_attempts, state, message, reason, created_at, queued_at, attempt, not_before, run_cursor,
+               last_sequence)
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', '', ?, ?, 0, ?, 0, 0)""",
+        (
+            job.id,
+            job.owner,
+            request_id,
+            job.name,
+            job.spec_json,
+            job.spec_sha256,
+            json.dumps(job.labels, ensure_ascii=False),
+            json.dumps(job.origin, ensure_ascii=False),
+            job.num_gpus,
+            job.max_attempts,
+            job.state.value,
+            job.created_at,
+            job.queued_at,
+            job.not_before,
+        ),
+    )
+    connection.executemany("INSERT INTO job_files VALUES (?, ?)", [(job.id, file_id) for file_id in set(file_ids)])
+    _append(connection, job.id, [(job.created_at, job.state.value, "", None)])
+    return get(connection, job.id)
+
+
+def get(connection: sqlite3.Connection, job_id: str) -> Job:
+    """A job by its id; a `ServiceError` when there is none."""
+    row = connection.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        raise not_found("job", job_id)
+    return _job_of(row)
+
+
+def by_request(connection: sqlite3.Connection, owner: str, request_id: str) -> Job | None:
+    """The job that an owner made with this request id."""
+    row = connection.execute("SELECT * FROM jobs WHERE owner = ? AND request_id = ?", (owner, request_id)).fetchone()
+    return _job_of(row) if row else None
+
+
+def page(
+    connection: sqlite3.Connection,
+    *,
+    owner: str | None,
+    states: Sequence[JobState] = (),
+    labels: dict[str, str] | None = None,
+    after: str | None = None,
+    limit: int,
+) -> list[Job]:
+    """Jobs from the newest to the oldest, beginning below the job `after`. `owner=None` is everyone."""
+    where, values = ["1"], []
+    if owner is not None:
+        where.append("owner = ?")
+        values.append(owner)
+    if states:
+        where.append(f"state IN ({', '.join('?' * len(states))})")
+        values.extend(state.value for state in states)
+    for label, value in (labels or {}).items():
+        where.append("EXISTS (SELECT 1 FROM json_each(labels_json) WHERE key = ? AND value = ?)")
+        values.extend((label, value))
+    if after is not None:
+        last = get(connection, after)
+        where.append("(created_at, id) < (?, ?)")
+        values.extend((last.created_at, last.id))
+    rows = connection.execute(
+        f"SELECT * FROM jobs WHERE {' AND '.join(where)} ORDER BY created_at DESC, id DESC LIMIT ?", (*values, limit)
+    )
+    return [_job_of(row) for row in rows]
+
+
+def in_states(connection: sqlite3.Connection, states: Iterable[JobState]) -> list[Job]:
+    """All jobs in these states, oldest first."""
+    names = [state.value for state in states]
+    rows = connection.execute(
+        f"SELECT * FROM jobs WHERE state IN ({', '.join('?' * len(names))}) ORDER BY created_at, id", names
+    )
+    return [_job_of(row) for row in rows]
+
+
+def count_queued(connection: sqlite3.Connection, owner: str) -> int:
+    """How many jobs of an owner wait."""
+    return connection.execute("SELECT count(*) FROM jobs WHERE owner = ? AND state = 'queued'", (owner,)).fetchone()[0]
+
+
+def move(
+    connection: sqlite3.Connection,
+    job_id: str,
+    to: JobState,
+    *,
+    message: str = "",
+    reason: str = "",
+    model_id: str | None = None,
+    not_before: float | None = None,
+) -> Job:
+    """Puts a job into another state and writes the event of it."""
+    now = time.time()
+    connection.execute(
+        """UPDATE jobs SET state = ?, message = ?, reason = ?,
+               model_id = coalesce(?, model_id),
+               not_before = coalesce(?, not_before),
+               queued_at = CASE WHEN ? = 'queued' THEN ? ELSE queued_at END,
+               started_at = CASE WHEN ? = 'running' THEN coalesce(started_at, ?) ELSE started_at END,
+               finished_at = ?
+           WHERE id = ?""",
+        (
+            to.value,
+            message,
+            reason,
+            model_id,
+            not_before,
+            to.value,
+            now,
+            to.value,
+            now,
+            now if to in FINAL else None,
+            job_id,
+        ),
+    )
+    _append(connection, job_id, [(now, to.value, message, None)])
+    return get(connection, job_id)
+
+
+def begin_attempt(
+    connection: sqlite3.Connection, job_id: str, directory: str, gpus: list[int], process: dict[str, object]
+) -> Job:
+    """Writes down a started process and puts the job into `running`."""
+    number = get(connection, job_id).attempt + 1
+    connection.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (number, job_id))
+    connection.execute(
+        "INSERT INTO attempts (job_id, number, directory, gpus_json, process_json, started_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (job_id, number, directory, json.dumps(gpus), json.dumps(process), time.time()),
+    )
+    return move(connection, job_id, JobState.RUNNING, message="" if number == 1 else f"attempt {number}")
+
+
+def end_attempt(connection: sqlite3.Connection, job_id: str, outcome: str) -> None:
+    """Writes down how the present attempt ended."""
+    connection.execute(
+        "UPDATE attempts SET ended_at = ?, outcome = ? WHERE job_id = ? AND ended_at IS NULL",
+        (time.time(), outcome, job_id),
+    )
+
+
+def attempts(connection: sqlite3.Connection, job_id: str) -> list[Attempt]:
+    """The attempts of a job, first to last."""
+    rows = connection.execute("SELECT * FROM attempts WHERE job_id = ? ORDER BY number", (job_id,))
+    return [_attempt_of(row) for row in rows]
+
+
+def open_attempts(connection: sqlite3.Connection) -> list[Attempt]:
+    """The attempts of all jobs whose end is not written down."""
+    return [_attempt_of(row) for row in connection.execute("SELECT * FROM attempts WHERE ended_at IS NULL")]
+
+
+def set_run_dir(connection: sqlite3.Connection, job_id: str, run_dir: str) -> None:
+    """Writes down a job's run directory; its event log is read from the start."""
+    connection.execute("UPDATE jobs SET run_dir = ?, run_cursor = 0 WHERE id = ?", (run_dir, job_id))
+
+
+def append_run_events(connection: sqlite3.Connection, job_id: str, events: Sequence[tuple[int, float, bytes]]) -> int:
+    """Takes over events of the run, given as (sequence in the run, time, message); those taken before are passed over.
+
+    Cursor and events change in one transaction, so none is lost or doubled whenever the daemon dies.
+    """
+    cursor = connection.execute("SELECT run_cursor FROM jobs WHERE id = ?", (job_id,)).fetchone()["run_cursor"]
+    new = [event for event in events if event[0] > cursor]
+    if new:
+        _append(connection, job_id, [(at, None, None, body) for _, at, body in new])
+        connection.execute("UPDATE jobs SET run_cursor = ? WHERE id = ?", (new[-1][0], job_id))
+    return len(new)
+
+
+def events(connection: sqlite3.Connection, job_id: str, *, after: int, limit: int) -> list[JobEvent]:
+    """The events with a sequence number above `after`, at most `limit`."""
+    rows = connection.execute(
+        "SELECT * FROM job_events WHERE job_id = ? AND sequence > ? ORDER BY sequence LIMIT ?", (job_id, after, limit)
+    )
+    return [
+        JobEvent(
+            sequence=row["sequence"],
+            time=row["time"],
+            attempt=row["attempt"],
+            state=JobState(row["state"]) if row["state"] else None,
+            message=row["message"] or "",
+            run=row["run"],
+        )
+        for row in rows
+    ]
+
+
+def delete(connection: sqlite3.Connection, job_id: str) -> None:
+    """Removes a job with its attempts and events."""
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+
+
+def has_running(connection: sqlite3.Connection) -> bool:
+    """Whether any job has processes."""
+    names = [state.value for state in ACTIVE]
+    return (
+        connection.execute(
+            f"SELECT 1 FROM jobs WHERE state IN ({', '.join('?' * len(names))}) LIMIT 1", names
+        ).fetchone()
+        is not None
+    )
+
+
+def _append(
+    connection: sqlite3.Connection, job_id: str, new: Sequence[tuple[float, str | None, str | None, bytes | None]]
+) -> None:
+    row = connection.execute("SELECT last_sequence, attempt FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    connection.executemany(
+        "INSERT INTO job_events (job_id, sequence, time, attempt, state, message, run) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [(job_id, row["last_sequence"] + number, at, row["attempt"], *rest) for number, (at, *rest) in enumerate(new, 1)],
+    )
+    connection.execute("UPDATE jobs SET last_sequence = ? WHERE id = ?", (row["last_sequence"] + len(new), job_id))
+
+
+def _job_of(row: sqlite3.Row) -> Job:
+    return Job(
+        id=row["id"],
+        owner=row["owner"],
+        name=row["name"],
+        spec_json=row["spec_json"],
+        spec_sha256=row["spec_sha256"],
+        labels=json.loads(row["labels_json"]),
+        origin=json.loads(row["origin_json"]),
+        num_gpus=row["num_gpus"],
+        max_attempts=row["max_attempts"],
+        state=JobState(row["state"]),
+        message=row["message"],
+        reason=row["reason"],
+        created_at=row["created_at"],
+        queued_at=row["queued_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        attempt=row["attempt"],
+        not_before=row["not_before"],
+        run_dir=row["run_dir"],
+        run_cursor=row["run_cursor"],
+        last_sequence=row["last_sequence"],
+        model_id=row["model_id"],
+    )
+
+
+def _attempt_of(row: sqlite3.Row) -> Attempt:
+    return Attempt(
+        job_id=row["job_id"],
+        number=row["number"],
+        directory=row["directory"],
+        gpus=json.loads(row["gpus_json"]),
+        process=json.loads(row["process_json"]),
+        started_at=row["started_at"],
+        ended_at=row["ended_at"],
+        outcome=row["outcome"],
+    )

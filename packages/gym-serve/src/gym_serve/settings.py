@@ -1,0 +1,265 @@
+"""The daemon's settings: one TOML file, every field documented, checked before anything starts.
+
+`gym serve --print-settings` writes the file with its documentation and the values in force. Command-line options
+go before the file; keys come from `GYM_API_KEY` and `GYM_ADMIN_KEY` or from `gym keys`, never from this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from gym_sdk.errors import SpecError, Where
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MEBIBYTE = 1024 * 1024
+GIBIBYTE = 1024 * MEBIBYTE
+
+
+class Section(BaseModel):
+    """Frozen, closed to unknown keys, strict about types; a field's documentation is the text under it."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+
+class ServerSettings(Section):
+    """`[server]`: addresses, certificates and the data directory."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. Any other than a loopback address needs keys, which are checked at start."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """The HTTP port; 0 takes a free one and logs it."""
+
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    """The gRPC port; 0 takes a free one and logs it."""
+
+    data_dir: str = ""
+    """Where jobs, files, models and keys live. `$XDG_DATA_HOME/gym` (`~/.local/share/gym`) when empty."""
+
+    tls_certificate: str = ""
+    """A PEM file with the certificate chain, for HTTP and gRPC. Without one both speak plain text."""
+
+    tls_key: str = ""
+    """The PEM file with the certificate's private key."""
+
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long running requests may go on after SIGTERM. Jobs are not requests: they outlive the daemon."""
+
+    trusted_proxies: list[str] = []
+    """Addresses whose `X-Forwarded-For` is believed, for the audit log."""
+
+
+class LimitSettings(Section):
+    """`[limits]`: what one request and one key may ask for."""
+
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * MEBIBYTE
+    """The largest JSON body over HTTP, and the largest message over gRPC."""
+
+    max_file_bytes: Annotated[int, Field(ge=1)] = 8 * GIBIBYTE
+    """The largest uploaded file."""
+
+    max_storage_bytes_per_key: Annotated[int, Field(ge=1)] = 64 * GIBIBYTE
+    """What the files of one key may take together."""
+
+    requests_per_minute: Annotated[int, Field(ge=1)] = 6000
+    """Calls of one key a minute, over HTTP and gRPC together; a burst may use a tenth of them at once."""
+
+    max_streams: Annotated[int, Field(ge=1)] = 1024
+    """Answers and event streams that may be open at once."""
+
+    max_streams_per_key: Annotated[int, Field(ge=1)] = 256
+    """Answers and event streams of one key that may be open at once."""
+
+    max_request_s: Annotated[float, Field(gt=0)] = 3600.0
+    """The longest time one answer may take. Clients may ask for less: `X-Request-Timeout-S`, or a gRPC deadline."""
+
+
+class JobSettings(Section):
+    """`[jobs]`: how many runs go side by side, and what they may use."""
+
+    num_gpus: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """The GPUs that jobs may use; `auto` counts the NVIDIA devices of this machine."""
+
+    max_cpu_jobs: Annotated[int, Field(ge=0)] = 1
+    """Jobs without a GPU that may run side by side."""
+
+    max_running_per_key: Annotated[int, Field(ge=1)] = 4
+    """Jobs of one key that may run side by side."""
+
+    max_queued_per_key: Annotated[int, Field(ge=1)] = 32
+    """Jobs of one key that may wait; a further one is refused."""
+
+    overtake_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long smaller jobs may start before a waiting one that does not fit yet; after that its GPUs are kept for it."""
+
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """How often a job is started, the first time included, when its process or this machine dies under it.
+    Each further start resumes from the last checkpoint. An error in the job itself is not tried again."""
+
+    retry_delay_s: Annotated[float, Field(ge=0)] = 10.0
+    """The wait before the second start; it doubles each time."""
+
+    cancel_grace_s: Annotated[float, Field(ge=0)] = 15.0
+    """How long a cancelled job may take to stop by itself before every process of it is killed."""
+
+    command: list[str] = []
+    """The `gym` command that trains, such as `["/opt/trainer/bin/gym"]` for a trainer in an environment of its own.
+    The one beside this Python when empty."""
+
+    environment: list[str] = []
+    """Variables that jobs may see, by name, such as `HF_TOKEN` or `WANDB_API_KEY`. Beyond a short list that programs
+    need to start (`PATH`, `HOME`, `LANG`, CUDA's and the cache folders), nothing else of the daemon's environment
+    reaches them."""
+
+    allow_hub_models: bool = True
+    """Whether a job may name any model of the hub. Off, only models that the daemon serves or lists."""
+
+    allowed_models: list[str] = []
+    """Model sources (folders, `.gguf` files, `package:` names) that jobs may name besides hub ids."""
+
+
+class FileSettings(Section):
+    """`[files]`: uploads and garbage."""
+
+    upload_expiry_s: Annotated[float, Field(gt=0)] = 24 * 3600.0
+    """How long an upload may rest between two chunks before what was sent is dropped."""
+
+    collect_every_s: Annotated[float, Field(gt=0)] = 600.0
+    """How often expired uploads and content that nothing names any more are removed."""
+
+
+class EngineSettings(Section):
+    """`[engine]`: what generates."""
+
+    kind: str = "transformers"
+    """The engine: `transformers` (in a process of its own, on a CPU or one GPU), or another name registered under
+    the entry point `gym.engines`."""
+
+    model: str = ""
+    """The base model, or a run directory, that is served from the start; none when empty."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to generate: a CUDA device when there is one."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The precision of the weights; as in a run's `model.dtype`."""
+
+    max_batch_size: Annotated[int, Field(ge=1)] = 32
+    """Answers that are generated side by side; more wait their turn."""
+
+    max_waiting: Annotated[int, Field(ge=1)] = 1024
+    """Requests that may wait for their turn; further ones are refused with 429."""
+
+    max_loaded_bases: Annotated[int, Field(ge=1)] = 1
+    """Base models held in memory at once. Asking for another one unloads the one that was used least recently."""
+
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Processor threads of the engine; 0 leaves the choice to torch."""
+
+
+class LogSettings(Section):
+    """`[log]`: what is written to stderr."""
+
+    format: Literal["text", "json"] = "text"
+    """One line a message for people, or one JSON object a line for machines."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is written."""
+
+
+class Settings(Section):
+    """The whole settings file."""
+
+    server: ServerSettings = ServerSettings()
+    """Addresses, certificates and the data directory."""
+
+    limits: LimitSettings = LimitSettings()
+    """What one request and one key may ask for."""
+
+    jobs: JobSettings = JobSettings()
+    """How many runs go side by side, and what they may use."""
+
+    files: FileSettings = FileSettings()
+    """Uploads and garbage."""
+
+    engine: EngineSettings = EngineSettings()
+    """What generates."""
+
+    log: LogSettings = LogSettings()
+    """What is written to stderr."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Settings:
+        if bool(self.server.tls_certificate) != bool(self.server.tls_key):
+            raise ValueError("server.tls_certificate and server.tls_key go together: give both or neither")
+        return self
+
+    @property
+    def data_dir(self) -> Path:
+        """The data directory as an absolute path."""
+        return Path(self.server.data_dir).expanduser().absolute() if self.server.data_dir else default_data_dir()
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/gym`, or `~/.local/share/gym`."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gym"
+
+
+def load_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Settings:
+    """Settings of a TOML file (none: the defaults) under `overrides` (section, then field).
+
+    Raises `SpecError` with the file and the field.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SpecError(f"cannot read the settings: {error.strerror}", where=Where(file=str(path))) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SpecError(f"not valid TOML: {error}", where=Where(file=str(path))) from None
+    for section, fields in overrides.items():
+        given = values.setdefault(section, {})
+        if isinstance(given, dict):
+            given.update(fields)
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        hint = "gym serve --print-settings shows every field" if first["type"] == "extra_forbidden" else None
+        message = first["msg"] if first["type"] != "extra_forbidden" else "unknown setting"
+        raise SpecError(
+            message.removeprefix("Value error, "),
+            where=Where(file=str(path) if path else None, path=place or None),
+            hint=hint,
+        ) from None
+
+
+def render_settings(settings: Settings) -> str:
+    """The settings as a TOML file whose comments are the fields' documentation."""
+    return "\n".join(_render(settings))
+
+
+def _render(settings: Settings) -> Iterator[str]:
+    for name in type(settings).model_fields:
+        section = getattr(settings, name)
+        yield f"[{name}]"
+        for field_name, field in type(section).model_fields.items():
+            for line in (field.description or "").splitlines():
+                yield f"# {line.strip()}"
+            # JSON's text, numbers, booleans and lists are TOML's too.
+            yield f"{field_name} = {json.dumps(getattr(section, field_name), ensure_ascii=False)}"
+            yield ""
