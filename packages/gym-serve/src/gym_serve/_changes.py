@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 
 class Changes:
@@ -29,8 +28,8 @@ class Changes:
             ticket.set_result(None)
 
     @staticmethod
-    async def wait(ticket: asyncio.Future[None], timeout_s: float) -> None:
-        """Returns at the change, or after the timeout."""
-        with contextlib.suppress(TimeoutError):
-            # Shielded: one waiter that gives up must not cancel the others' future.
-            await asyncio.wait_for(asyncio.shield(ticket), timeout_s)
+    async def wait(ticket: asyncio.Future[None], timeout_s: float) -> bool:
+        """Returns at the change, or after the timeout, and then True."""
+        # `wait` leaves the future alone when one waiter gives up: it is the others' too.
+        done, _ = await asyncio.wait({ticket}, timeout=timeout_s)
+        return not done

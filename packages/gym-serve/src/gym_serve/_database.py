@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from gym_sdk.errors import UserError, Where
-
 from gym_serve._migrations import MIGRATIONS
 
 T = TypeVar("T")

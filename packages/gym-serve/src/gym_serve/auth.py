@@ -1,7 +1,7 @@
 """Who calls: keys, their scopes, and the local key.
 
-A key is 32 random bytes in URL-safe text after `gym-`; the database keeps its SHA-256 only. That much randomness needs no
-slow hash: there is nothing to guess. Scopes: a `user` sees and changes its own jobs, files and models and may
+A key is 32 random bytes in URL-safe text after `gym-`; the database keeps its SHA-256 only. That much randomness
+needs no slow hash: there is nothing to guess. Scopes: a `user` sees and changes its own jobs, files and models and may
 generate; an `admin` also manages models that all see, other keys' jobs, and reads the metrics.
 """
 
@@ -18,7 +18,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from gym_sdk.errors import UserError, Where
-
 from gym_serve._database import Database
 from gym_serve.errors import Kind, ServiceError
 
@@ -154,7 +153,10 @@ def take_environment_keys(environment: MutableMapping[str, str]) -> dict[bytes, 
         if not secret:
             continue
         if len(secret) < 16:
-            raise UserError(f"{variable} is shorter than 16 characters, so it could be guessed", hint="gym keys create makes a good one")
+            raise UserError(
+                f"{variable} is shorter than 16 characters, so it could be guessed",
+                hint="gym keys create makes a good one",
+            )
         keys[digest(secret)] = Key(id=f"key-{variable.lower().replace('_', '-')}", name=variable, scope=scope)
     return keys
 

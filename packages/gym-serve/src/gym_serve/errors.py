@@ -54,7 +54,9 @@ class ServiceError(GymError):
         self.retry_after_s = retry_after_s
 
 
-def invalid(message: str, *, field: str | None = None, reason: str = "invalid_value", hint: str | None = None) -> ServiceError:
+def invalid(
+    message: str, *, field: str | None = None, reason: str = "invalid_value", hint: str | None = None
+) -> ServiceError:
     """The request itself is wrong."""
     return ServiceError(Kind.INVALID, message, reason=reason, field=field, hint=hint)
 
@@ -62,7 +64,10 @@ def invalid(message: str, *, field: str | None = None, reason: str = "invalid_va
 def not_found(what: str, name: str, *, field: str | None = None) -> ServiceError:
     """Nothing of that name that this key may see: what others own is not told apart from what does not exist."""
     return ServiceError(
-        Kind.NOT_FOUND, f"no {what} '{name}'", reason=f"{what.replace(' ', '_').replace('-', '_')}_not_found", field=field
+        Kind.NOT_FOUND,
+        f"no {what} '{name}'",
+        reason=f"{what.replace(' ', '_').replace('-', '_')}_not_found",
+        field=field,
     )
 
 
@@ -94,5 +99,7 @@ def as_service_error(error: BaseException) -> ServiceError:
                 Kind.INVALID, message, reason=reason, field=error.where.path if error.where else None, hint=error.hint
             )
     return ServiceError(
-        Kind.INTERNAL, "the daemon failed at this request; its log has the details under the request's id", reason="internal"
+        Kind.INTERNAL,
+        "the daemon failed at this request; its log has the details under the request's id",
+        reason="internal",
     )

@@ -7,14 +7,15 @@ go before the file; keys come from `GYM_API_KEY` and `GYM_ADMIN_KEY` or from `gy
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from gym_sdk.errors import SpecError, Where
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gym_sdk import folders
+from gym_sdk.errors import SpecError, Where
 
 MEBIBYTE = 1024 * 1024
 GIBIBYTE = 1024 * MEBIBYTE
@@ -46,7 +47,8 @@ class ServerSettings(Section):
     """The gRPC port; 0 takes a free one and logs it."""
 
     data_dir: str = ""
-    """Where jobs, files, models and keys live. `$XDG_DATA_HOME/gym` (`~/.local/share/gym`) when empty."""
+    """Where jobs, files, models and keys live. When empty, `GYM_DATA_DIR`, or the platform's own place
+    (`~/.local/share/gym`)."""
 
     tls_certificate: str = ""
     """A PEM file with the certificate chain, for HTTP and gRPC. Without one both speak plain text."""
@@ -102,7 +104,7 @@ class JobSettings(Section):
     """Jobs of one key that may wait; a further one is refused."""
 
     overtake_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long smaller jobs may start before a waiting one that does not fit yet; after that its GPUs are kept for it."""
+    """How long smaller jobs may start before a waiting one that does not fit yet; after that, GPUs are kept for it."""
 
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """How often a job is started, the first time included, when its process or this machine dies under it.
@@ -125,6 +127,9 @@ class JobSettings(Section):
 
     allow_hub_models: bool = True
     """Whether a job may name any model of the hub. Off, only models that the daemon serves or lists."""
+
+    allow_remote_code: bool = False
+    """Whether a job's `model.trust_remote_code` is honoured. Off, because that code can do anything the daemon can."""
 
     allowed_models: list[str] = []
     """Model sources (folders, `.gguf` files, `package:` names) that jobs may name besides hub ids."""
@@ -209,12 +214,7 @@ class Settings(Section):
     @property
     def data_dir(self) -> Path:
         """The data directory as an absolute path."""
-        return Path(self.server.data_dir).expanduser().absolute() if self.server.data_dir else default_data_dir()
-
-
-def default_data_dir() -> Path:
-    """`$XDG_DATA_HOME/gym`, or `~/.local/share/gym`."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gym"
+        return Path(self.server.data_dir).expanduser().absolute() if self.server.data_dir else folders.data_dir()
 
 
 def load_settings(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Settings:

@@ -45,7 +45,9 @@ async def check_training_data(path: Path, filename: str) -> tuple[str, int]:
     if process.returncode != 0:
         last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
         raise ServiceError(
-            Kind.INVALID, f"{filename}: it could not be read ({' '.join(last) or 'out of memory'})", reason="invalid_data"
+            Kind.INVALID,
+            f"{filename}: it could not be read ({' '.join(last) or 'out of memory'})",
+            reason="invalid_data",
         )
     answer = json.loads(output)
     if "message" in answer:

@@ -49,7 +49,8 @@ class Upload:
 def insert_file(connection: sqlite3.Connection, file: File) -> None:
     """Stores a file."""
     connection.execute(
-        """INSERT INTO files (id, owner, filename, purpose, sha256, size_bytes, created_at, expires_at, format, num_rows)
+        """INSERT INTO files (id, owner, filename, purpose, sha256, size_bytes, created_at, expires_at, format,
+               num_rows)
            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (
             file.id,

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from google.protobuf import json_format
+
 from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from gym_sdk.errors import GymError
-
 from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.jobs import store
@@ -112,7 +111,9 @@ class JobRunner:
             except Exception:
                 logger.exception("the job queue failed; it goes on")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), timeout=1.0)
+                # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the result.
+                async with asyncio.timeout(1.0):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _schedule(self) -> None:
@@ -159,7 +160,7 @@ class JobRunner:
         self._follow(job, attempts[-1])
 
     def _command(self, job: Job) -> list[str]:
-        gym = self._settings.command or [sys.executable, "-m", "gym_sdk"]
+        gym = self._settings.command or [sys.executable, "-c", "from gym_sdk.cli import main; main()"]
         if job.run_dir is not None and Path(job.run_dir, "spec.yaml").exists():
             return [*gym, "train", "--resume", job.run_dir]
         return [*gym, "train", str(self._jobs_dir / job.id / "spec.json")]
@@ -180,7 +181,9 @@ class JobRunner:
                 outcome = self._launcher.outcome(directory) or (None if alive else Outcome(exit_code=None, lost=True))
                 if run_dir is None and (run_dir := _newest_run(self._jobs_dir / job.id / "runs")) is not None:
                     found = str(run_dir)
-                    await self._database.write(lambda connection, found=found: store.set_run_dir(connection, job.id, found))
+                    await self._database.write(
+                        lambda connection, found=found: store.set_run_dir(connection, job.id, found)
+                    )
                     log = RunLog(run_dir / "events.jsonl")
                 while log is not None and (events := await asyncio.to_thread(log.read)):
                     await self._database.write(
@@ -264,5 +267,3 @@ def _last_lines(path: Path) -> str:
     except OSError:
         return ""
     return "\n".join(line for line in lines[-_TAIL_LINES:] if line.strip())
-
-

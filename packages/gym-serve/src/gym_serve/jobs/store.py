@@ -11,8 +11,8 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 
-from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Job, JobEvent, JobState
 from gym_serve.errors import not_found
+from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Job, JobEvent, JobState
 
 
 def insert(connection: sqlite3.Connection, job: Job, request_id: str | None, file_ids: Iterable[str]) -> Job:
@@ -147,7 +147,8 @@ def begin_attempt(
     number = get(connection, job_id).attempt + 1
     connection.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (number, job_id))
     connection.execute(
-        "INSERT INTO attempts (job_id, number, directory, gpus_json, process_json, started_at) VALUES (?, ?, ?, ?, ?, ?)",
+        """INSERT INTO attempts (job_id, number, directory, gpus_json, process_json, started_at)
+           VALUES (?, ?, ?, ?, ?, ?)""",
         (job_id, number, directory, json.dumps(gpus), json.dumps(process), time.time()),
     )
     return move(connection, job_id, JobState.RUNNING, message="" if number == 1 else f"attempt {number}")
@@ -230,7 +231,10 @@ def _append(
     row = connection.execute("SELECT last_sequence, attempt FROM jobs WHERE id = ?", (job_id,)).fetchone()
     connection.executemany(
         "INSERT INTO job_events (job_id, sequence, time, attempt, state, message, run) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [(job_id, row["last_sequence"] + number, at, row["attempt"], *rest) for number, (at, *rest) in enumerate(new, 1)],
+        [
+            (job_id, row["last_sequence"] + number, at, row["attempt"], *rest)
+            for number, (at, *rest) in enumerate(new, 1)
+        ],
     )
     connection.execute("UPDATE jobs SET last_sequence = ? WHERE id = ?", (row["last_sequence"] + len(new), job_id))
 

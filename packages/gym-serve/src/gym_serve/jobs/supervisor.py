@@ -49,7 +49,7 @@ def descendants(root: int) -> set[int]:
 
 
 class Stat:
-    """The parts of /proc/<pid>/stat that tell processes apart: state, parent, and start time in clock ticks since boot."""
+    """What tells processes apart in /proc/<pid>/stat: state, parent, and start time in clock ticks since boot."""
 
     __slots__ = ("parent", "start_ticks", "state")
 
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=prepare_child,  # noqa: PLW1509 - this process has one thread
+                preexec_fn=prepare_child,
             )
         except OSError as error:
             output.write(f"{command[0]}: {error.strerror}\n".encode())

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gym_sdk.errors import GymError
-
 from gym_serve.jobs.supervisor import EXIT_FILE, read_stat
 from gym_serve.launchers.base import Launch, Outcome
 

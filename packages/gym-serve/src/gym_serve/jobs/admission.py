@@ -1,0 +1,131 @@
+"""From the specification that a client sent to the one that may run here.
+
+A client names files and models by the ids that the daemon gave them. A path in its specification would be a path of
+this machine that the client has no business with, so every field that is marked as one (`FilePath`) is either
+translated here or refused; a field that is added to the specification later is refused until it is known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from gym_sdk.errors import Problem, SpecError, Where
+from gym_sdk.spec import RunSpec
+from gym_sdk.spec._base import FilePath
+from gym_serve.settings import JobSettings
+
+FILE_SCHEME = "file:"
+"""`source: file:file-0123` names an uploaded file."""
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_DATA_SOURCE = re.compile(r"^(data|evaluation)\..*source$")
+
+
+class ModelLookup(Protocol):
+    """What the models of this daemon are, by id."""
+
+    def base_source(self, model_id: str) -> str | None:
+        """The source of a base model (or of an adapter's base)."""
+        ...
+
+    def adapter_folder(self, model_id: str) -> str | None:
+        """The folder of an adapter."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A specification in which every name stands for something that its owner may use."""
+
+    spec: RunSpec
+    file_ids: list[str]
+    """The uploaded files it reads; their places in `spec` are filled in by `place_files`."""
+
+
+def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted:
+    """Translates the names of a client's specification. Raises `SpecError` with every field that may not be used."""
+    problems: list[Problem] = []
+    changes: dict[str, str] = {}
+    file_ids: list[str] = []
+
+    def refuse(path: str, message: str, hint: str | None = None) -> None:
+        problems.append(Problem(message=message, where=Where(path=path), hint=hint))
+
+    for path, value in _named_paths(spec):
+        if _DATA_SOURCE.match(path):
+            file_id = value.removeprefix(FILE_SCHEME)
+            if not re.fullmatch(r"file-[0-9a-f]{1,64}", file_id):
+                refuse(
+                    path,
+                    f"'{value}' is no file of this daemon",
+                    "upload the file first, then name it as file:<id>; gym jobs submit does both",
+                )
+            else:
+                file_ids.append(file_id)
+        elif path == "model.source":
+            source = models.base_source(value)
+            if source is not None:
+                changes[path] = source
+            elif value not in settings.allowed_models and not (settings.allow_hub_models and _HUB_ID.match(value)):
+                refuse(path, f"'{value}' may not be used here", "gym models list shows what this daemon has")
+        elif path == "adapter.init_from":
+            folder = models.adapter_folder(value)
+            if folder is None:
+                refuse(path, f"'{value}' is no adapter of this daemon", "gym models list shows what this daemon has")
+            else:
+                changes[path] = folder
+        else:
+            refuse(path, "a path of this machine cannot be used from a client")
+    if spec.model.trust_remote_code and not settings.allow_remote_code:
+        refuse("model.trust_remote_code", "the operator of this daemon does not allow code of models")
+    if problems:
+        raise SpecError.of(tuple(problems), name="spec")
+    return Admitted(spec=_replace(spec, changes), file_ids=file_ids)
+
+
+def place_files(spec: RunSpec, place: Callable[[str], str], runs_dir: str) -> RunSpec:
+    """The specification that the trainer gets: files as paths (`place(file id)`), output below the job's folder."""
+    changes = {
+        path: place(value.removeprefix(FILE_SCHEME)) for path, value in _named_paths(spec) if _DATA_SOURCE.match(path)
+    }
+    changes["output.dir"] = runs_dir
+    return _replace(spec, changes)
+
+
+def _named_paths(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every field marked `FilePath` that holds text, as (path, text)."""
+    for name, info in type(model).model_fields.items():
+        yield from _walk(getattr(model, name), f"{prefix}{name}", _is_path(info.metadata, info.annotation))
+
+
+def _walk(value: object, path: str, is_path: bool) -> Iterator[tuple[str, str]]:
+    if isinstance(value, BaseModel):
+        yield from _named_paths(value, f"{path}.")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _walk(item, f"{path}[{index}]", is_path)
+    elif isinstance(value, str) and is_path:
+        yield path, value
+
+
+def _is_path(metadata: list[object], annotation: object) -> bool:
+    """Whether the marker is on the field itself or anywhere in its type (`Annotated[str, FilePath()] | None`)."""
+    if any(isinstance(item, FilePath) for item in metadata):
+        return True
+    parts = [*getattr(annotation, "__metadata__", ()), *getattr(annotation, "__args__", ())]
+    return any(isinstance(part, FilePath) or _is_path([], part) for part in parts)
+
+
+def _replace(spec: RunSpec, changes: dict[str, str]) -> RunSpec:
+    data = spec.model_dump()
+    for path, value in changes.items():
+        *parents, last = re.findall(r"[^.\[\]]+", path)
+        target = data
+        for part in parents:
+            target = target[int(part)] if isinstance(target, list) else target[part]
+        target[last] = value
+    return RunSpec.model_validate(data)

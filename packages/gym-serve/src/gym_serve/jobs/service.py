@@ -1,0 +1,333 @@
+"""Jobs, as both HTTP and gRPC call them: create, look, follow, cancel, pause, resume, retry, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+from gym_sdk.spec import RunSpec, canonical_json, parse_spec, sha256
+from gym_serve._changes import Changes
+from gym_serve._database import Database
+from gym_serve.auth import Key
+from gym_serve.errors import Kind, ServiceError, conflict, invalid, not_found
+from gym_serve.files.service import FileService
+from gym_serve.jobs import store
+from gym_serve.jobs.admission import ModelLookup, admit, place_files
+from gym_serve.jobs.model import ACTIVE, FINAL, Job, JobEvent, JobState
+from gym_serve.jobs.runner import JobRunner
+from gym_serve.jobs.supervisor import OUTPUT_FILE
+from gym_serve.settings import JobSettings
+
+logger = logging.getLogger(__name__)
+
+_PAGE_OF_EVENTS = 500
+_KEEPALIVE_S = 15.0
+_MAX_LABELS = 64
+_MAX_LABEL_CHARS = 512
+
+
+class JobService:
+    """The calls on jobs. A key sees its own jobs; an admin's key sees all."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        files: FileService,
+        models: ModelLookup,
+        runner: JobRunner,
+        changes: Changes,
+        settings: JobSettings,
+        num_gpus: int,
+        jobs_dir: Path,
+    ) -> None:
+        self._database = database
+        self._files = files
+        self._models = models
+        self._runner = runner
+        self._changes = changes
+        self._settings = settings
+        self._num_gpus = num_gpus
+        self._jobs_dir = jobs_dir
+
+    async def create(
+        self,
+        key: Key,
+        spec_json: str,
+        *,
+        request_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        num_gpus: int | None = None,
+        max_attempts: int | None = None,
+        origin: dict[str, object] | None = None,
+    ) -> Job:
+        """Checks a specification and puts it into the queue. The same `request_id` gives the same job.
+
+        `num_gpus` is one when there are any and the specification does not ask for the CPU.
+        Raises `SpecError` with the command's own messages, and `ServiceError` for quotas and request ids.
+        """
+        spec = parse_spec(spec_json)
+        digest = sha256(spec)
+        if request_id is not None:
+            known = await self._database.read(lambda connection: store.by_request(connection, key.id, request_id))
+            if known is not None:
+                return _same(known, digest, request_id)
+        self._check_trainer()
+        labels = dict(labels or {})
+        _check_labels(labels)
+        needed = self._needed_gpus(spec, num_gpus)
+        if max_attempts is not None and not 1 <= max_attempts <= 100:
+            raise invalid("max_attempts must be from 1 to 100", field="max_attempts")
+        admitted = admit(spec, self._models, self._settings)
+        files = {file_id: await self._files.file(key, file_id) for file_id in dict.fromkeys(admitted.file_ids)}
+        now = time.time()
+        job = Job(
+            id=f"job-{secrets.token_hex(12)}",
+            owner=key.id,
+            name=spec.name,
+            spec_json=canonical_json(spec),
+            spec_sha256=digest,
+            labels=labels,
+            origin=origin or {},
+            num_gpus=needed,
+            max_attempts=max_attempts or self._settings.max_attempts,
+            state=JobState.QUEUED,
+            message="",
+            reason="",
+            created_at=now,
+            queued_at=now,
+            started_at=None,
+            finished_at=None,
+            attempt=0,
+            not_before=now,
+            run_dir=None,
+            run_cursor=0,
+            last_sequence=0,
+            model_id=None,
+        )
+        folder = self._jobs_dir / job.id
+
+        def write_folder() -> None:
+            (folder / "runs").mkdir(parents=True)
+            placed = place_files(
+                admitted.spec,
+                lambda file_id: str(self._files.link(files[file_id], folder / "data")),
+                str(folder / "runs"),
+            )
+            (folder / "spec.json").write_text(canonical_json(placed), encoding="utf-8")
+
+        def transaction(connection: sqlite3.Connection) -> Job:
+            if request_id is not None and (known := store.by_request(connection, key.id, request_id)) is not None:
+                return _same(known, digest, request_id)
+            if store.count_queued(connection, key.id) >= self._settings.max_queued_per_key:
+                raise ServiceError(
+                    Kind.EXHAUSTED,
+                    f"{self._settings.max_queued_per_key} jobs of this key wait already",
+                    reason="job_quota",
+                    hint="wait for one of them to start, or cancel one",
+                )
+            return store.insert(connection, job, request_id, files)
+
+        try:
+            await asyncio.to_thread(write_folder)
+            accepted = await self._database.write(transaction)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+        if accepted.id != job.id:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        logger.info("job %s: accepted from %s", accepted.id, key.name)
+        self._runner.wake()
+        return accepted
+
+    async def get(self, key: Key, job_id: str) -> Job:
+        """A job that this key may see."""
+        job = await self._database.read(lambda connection: store.get(connection, job_id))
+        if not key.may_see(job.owner):
+            raise not_found("job", job_id)
+        return job
+
+    async def list(
+        self,
+        key: Key,
+        *,
+        states: Sequence[JobState] = (),
+        labels: dict[str, str] | None = None,
+        after: str | None = None,
+        limit: int,
+        everyone: bool = False,
+    ) -> list[Job]:
+        """A page of jobs, newest first. `everyone` is for admins."""
+        if after is not None:
+            await self.get(key, after)
+        owner = None if everyone and key.is_admin else key.id
+        return await self._database.read(
+            lambda connection: store.page(
+                connection, owner=owner, states=states, labels=labels, after=after, limit=limit
+            )
+        )
+
+    async def cancel(self, key: Key, job_id: str) -> Job:
+        """Ends a job for good; its last checkpoint is kept. Cancelling a cancelled job changes nothing."""
+        return await self._stop(key, job_id, JobState.CANCELLING, JobState.CANCELLED)
+
+    async def pause(self, key: Key, job_id: str) -> Job:
+        """Stops a job so that `resume` can take it up from its last checkpoint."""
+        return await self._stop(key, job_id, JobState.PAUSING, JobState.PAUSED)
+
+    async def resume(self, key: Key, job_id: str) -> Job:
+        """Puts a paused job back into the queue."""
+        return await self._requeue(key, job_id, {JobState.PAUSED}, "resume")
+
+    async def retry(self, key: Key, job_id: str) -> Job:
+        """Puts a failed or cancelled job back into the queue; it goes on from its last checkpoint."""
+        return await self._requeue(key, job_id, {JobState.FAILED, JobState.CANCELLED}, "retry")
+
+    async def delete(self, key: Key, job_id: str) -> None:
+        """Removes a job that does not run, with its run directory. Its model stays."""
+        await self.get(key, job_id)
+
+        def transaction(connection: sqlite3.Connection) -> None:
+            job = store.get(connection, job_id)
+            if job.state in ACTIVE:
+                raise conflict(f"job '{job_id}' is {job.state}", reason="job_running", hint="cancel it first")
+            store.delete(connection, job_id)
+
+        await self._database.write(transaction)
+        await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
+        self._changes.notify(job_id)
+
+    async def events(self, key: Key, job_id: str, *, after: int, limit: int) -> list[JobEvent]:
+        """A page of a job's events."""
+        await self.get(key, job_id)
+        return await self._database.read(lambda connection: store.events(connection, job_id, after=after, limit=limit))
+
+    async def follow(self, key: Key, job_id: str, *, after: int) -> AsyncIterator[Sequence[JobEvent]]:
+        """Batches of a job's events from `after`, each as it comes, until the job is in a final state.
+
+        An empty batch now and then says that the daemon is still there. Each reader has its own place and reads at
+        its own speed: nothing is kept for a slow one.
+        """
+        await self.get(key, job_id)
+        while True:
+            ticket = self._changes.ticket(job_id)
+            at = after
+
+            def look(connection: sqlite3.Connection, at: int = at) -> tuple[list[JobEvent], Job]:
+                job = store.get(connection, job_id)
+                return store.events(connection, job_id, after=at, limit=_PAGE_OF_EVENTS), job
+
+            batch, job = await self._database.read(look)
+            if batch:
+                after = batch[-1].sequence
+                yield batch
+            if after >= job.last_sequence:
+                if job.state in FINAL:
+                    return
+                timed_out = await self._changes.wait(ticket, _KEEPALIVE_S)
+                if timed_out:
+                    yield ()
+
+    async def output(self, key: Key, job_id: str, *, max_bytes: int) -> str:
+        """The end of what the job's present or last attempt printed."""
+        await self.get(key, job_id)
+        attempts = await self._database.read(lambda connection: store.attempts(connection, job_id))
+        if not attempts:
+            return ""
+        path = Path(attempts[-1].directory) / OUTPUT_FILE
+
+        def read() -> str:
+            try:
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - max_bytes))
+                    return file.read(max_bytes).decode("utf-8", "replace")
+            except FileNotFoundError:
+                return ""
+
+        return await asyncio.to_thread(read)
+
+    async def _stop(self, key: Key, job_id: str, stopping: JobState, stopped: JobState) -> Job:
+        await self.get(key, job_id)
+
+        def transaction(connection: sqlite3.Connection) -> Job:
+            job = store.get(connection, job_id)
+            if job.state in (stopping, stopped) or job.state is JobState.CANCELLING:
+                return job
+            if job.state in FINAL:
+                raise conflict(f"job '{job_id}' has {_ENDED[job.state]} already", reason="job_ended")
+            return store.move(connection, job_id, stopping if job.state in ACTIVE else stopped)
+
+        job = await self._database.write(transaction)
+        self._changes.notify(job_id)
+        if job.state in ACTIVE:
+            await self._runner.stop(job_id)
+        self._runner.wake()
+        return job
+
+    async def _requeue(self, key: Key, job_id: str, states: set[JobState], verb: str) -> Job:
+        await self.get(key, job_id)
+
+        def transaction(connection: sqlite3.Connection) -> Job:
+            job = store.get(connection, job_id)
+            if job.state is JobState.QUEUED:
+                return job
+            if job.state not in states:
+                raise conflict(
+                    f"job '{job_id}' is {job.state}; {verb} is for jobs that are {' or '.join(sorted(states))}",
+                    reason="wrong_job_state",
+                )
+            # The attempts so far were ended on purpose or by an error: the policy counts anew.
+            connection.execute(
+                "UPDATE jobs SET max_attempts = attempt + ? WHERE id = ?", (self._settings.max_attempts, job_id)
+            )
+            return store.move(connection, job_id, JobState.QUEUED, not_before=time.time())
+
+        job = await self._database.write(transaction)
+        self._changes.notify(job_id)
+        self._runner.wake()
+        return job
+
+    def _needed_gpus(self, spec: RunSpec, asked: int | None) -> int:
+        if asked is None:
+            return 0 if spec.performance.device == "cpu" else min(1, self._num_gpus)
+        if not 0 <= asked <= self._num_gpus:
+            raise invalid(f"{asked} GPUs were asked for; this daemon has {self._num_gpus} for jobs", field="num_gpus")
+        return asked
+
+    def _check_trainer(self) -> None:
+        if not self._settings.command and importlib.util.find_spec("gym_trainer") is None:
+            raise conflict(
+                "this daemon serves models, but the trainer is not installed beside it",
+                reason="trainer_not_installed",
+                hint='on its machine: pip install "gym-trainer[torch]", or set jobs.command to a gym elsewhere',
+            )
+
+
+_ENDED = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "been cancelled"}
+
+
+def _same(known: Job, digest: str, request_id: str) -> Job:
+    if known.spec_sha256 != digest:
+        raise conflict(
+            f"request id '{request_id}' was used for another specification before",
+            reason="request_id_reused",
+            hint="use a new request id for each job",
+        )
+    return known
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    if len(labels) > _MAX_LABELS or any(not 1 <= len(name) <= 64 for name in labels):
+        raise invalid(f"at most {_MAX_LABELS} labels, each name of 1 to 64 characters", field="labels")
+    if len(json.dumps(labels)) > _MAX_LABELS * _MAX_LABEL_CHARS or any(
+        len(value) > _MAX_LABEL_CHARS for value in labels.values()
+    ):
+        raise invalid(f"a label's value has at most {_MAX_LABEL_CHARS} characters", field="labels")
