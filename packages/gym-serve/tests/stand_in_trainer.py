@@ -1,12 +1,12 @@
 """Plays `gym train` for the daemon's tests: makes a run directory, writes events, and ends as the run's name says.
 
-    steps-N              N steps with a checkpoint each, then succeeds with an adapter
-    waits                steps until the file `go` appears in the run's folder, then succeeds
-    workers              starts a worker with a session of its own, which starts another, and waits
-    stubborn             the same, and ignores SIGTERM
-    fails                exits with 1 and a message
-    mistaken             exits with 2 and a message
-    dies-once            kills itself after two steps; the resumed run succeeds
+steps-N              N steps with a checkpoint each, then succeeds with an adapter
+waits                steps until the file `go` appears in the run's folder, then succeeds
+workers              starts a worker with a session of its own, which starts another, and waits
+stubborn             the same, and ignores SIGTERM
+fails                exits with 1 and a message
+mistaken             exits with 2 and a message
+dies-once            kills itself after two steps; the resumed run succeeds
 """
 
 from __future__ import annotations
