@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
+from gym_sdk._proto.gym.v1.events_pb2 import RUN_STATE_SUCCEEDED, RunEvent
+from gym_sdk._proto.gym.v1.jobs_pb2 import JobProgress
 from gym_sdk.errors import ModelError, SpecError
 from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.auth import Key, Scope
-from gym_serve.errors import ServiceError
+from gym_serve.errors import Reason, ServiceError
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.service import FileService
-from gym_serve.jobs.model import FINAL, Job, JobEvent, JobState
+from gym_serve.jobs.model import FINAL, Failure, Job, JobEvent, JobState
 from gym_serve.jobs.runner import JobRunner
 from gym_serve.jobs.service import JobService
 from gym_serve.launchers.local import LocalLauncher
@@ -161,7 +162,10 @@ async def test_a_job_runs_to_its_end_and_its_events_are_numbered_without_gaps(da
         assert (job.state, job.model_id, job.attempt) == (JobState.SUCCEEDED, f"model-of-{job.id}", 1)
         history = await daemon.history(job)
         assert [event.sequence for event in history] == list(range(1, len(history) + 1))
-        assert states(history) == [JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED]
+        assert states(history) == [JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.SUCCEEDED]
+        progress = JobProgress.FromString(job.progress)
+        assert (progress.run_state, progress.step) == (RUN_STATE_SUCCEEDED, 5)
+        assert progress.metrics["loss"].number == 0.2
         run_events = [RunEvent.FromString(event.run) for event in history if event.run]
         assert [event.metric.step for event in run_events if event.HasField("metric")] == [1, 2, 3, 4, 5]
         assert [event.sequence for event in run_events] == list(range(1, len(run_events) + 1))
@@ -297,19 +301,22 @@ async def test_a_machine_that_went_down_resumes_its_jobs(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "line"),
+    ("name", "exit_code", "line"),
     [
-        ("fails", "run_failed", "ended with exit code 1\nerror: the loss was not a number at step 1"),
-        ("mistaken", "run_failed", "ended with exit code 2\nerror: rank is larger than the layer"),
+        ("fails", 1, "error: the loss was not a number at step 1"),
+        ("mistaken", 2, "error: rank is larger than the layer"),
     ],
 )
 def test_an_error_of_the_job_is_told_with_its_last_lines_and_not_tried_again(
-    tmp_path: Path, name: str, reason: str, line: str
+    tmp_path: Path, name: str, exit_code: int, line: str
 ) -> None:
     async def run() -> None:
         async with Daemon(tmp_path) as daemon:
             job = await daemon.until(await daemon.submit(name), *FINAL)
-            assert (job.state, job.attempt, job.reason, job.message) == (JobState.FAILED, 1, reason, line)
+            assert (job.state, job.attempt) == (JobState.FAILED, 1)
+            message = f"ended with exit code {exit_code}"
+            assert job.failure == Failure(message=message, exit_code=exit_code, log_lines=(line,))
+            assert job.message == message
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -319,7 +326,7 @@ async def test_a_model_that_cannot_be_served_fails_the_job(data: Path) -> None:
     async with Daemon(data) as daemon:
         daemon.reject = True
         job = await daemon.until(await daemon.submit("steps-1"), *FINAL)
-        assert (job.state, job.reason) == (JobState.FAILED, "model_rejected")
+        assert job.state is JobState.FAILED
         assert "the adapter matches no module" in job.message
 
 
@@ -337,8 +344,8 @@ async def test_pause_and_resume_go_on_from_the_checkpoint(data: Path) -> None:
         job = await daemon.until(job, *FINAL)
         assert job.state is JobState.SUCCEEDED
         assert states(await daemon.history(job)) == [
-            *(JobState.QUEUED, JobState.RUNNING, JobState.PAUSING, JobState.PAUSED),
-            *(JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED),
+            *(JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.PAUSED),
+            *(JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.SUCCEEDED),
         ]
         assert len(list((await daemon.run_dir(job) / "checkpoints").iterdir())) == reached
 
@@ -377,8 +384,8 @@ async def test_the_same_request_id_gives_the_same_job(data: Path) -> None:
 async def test_keys_see_only_their_own_jobs(data: Path) -> None:
     async with Daemon(data) as daemon:
         job = await daemon.submit("steps-1")
-        for call in (daemon.jobs.get, daemon.jobs.cancel, daemon.jobs.pause, daemon.jobs.delete, daemon.jobs.retry):
-            with pytest.raises(ServiceError, match=f"no job '{job.id}'"):
+        for call in (daemon.jobs.get, daemon.jobs.cancel, daemon.jobs.pause, daemon.jobs.delete, daemon.jobs.resume):
+            with pytest.raises(ServiceError, match=f"there is no job '{job.id}'"):
                 await call(BEN, job.id)
         assert await daemon.jobs.list(BEN, limit=10, everyone=True) == []
         assert [one.id for one in await daemon.jobs.list(ROOT, limit=10, everyone=True)] == [job.id]
@@ -400,7 +407,7 @@ async def test_a_specification_cannot_name_paths_of_the_machine(data: Path) -> N
             "model.source",
             "model.trust_remote_code",
         ]
-        with pytest.raises(ServiceError, match="no file"):
+        with pytest.raises(ServiceError, match="there is no file"):
             await daemon.jobs.create(BEN, await daemon.spec("steps-1", ANN))
 
 
@@ -411,7 +418,7 @@ async def test_quotas_refuse_the_job_above_them(data: Path) -> None:
             await daemon.submit("steps-1")
         with pytest.raises(ServiceError) as refused:
             await daemon.submit("steps-1")
-        assert refused.value.reason == "job_quota"
+        assert refused.value.reason is Reason.QUOTA_EXCEEDED
         assert len(list((data / "jobs").iterdir())) == 2, "the refused job left no folder"
         await daemon.submit("steps-1", BEN)
 

@@ -8,7 +8,9 @@ CREATE TABLE keys (
     name TEXT NOT NULL,
     scope TEXT NOT NULL,
     secret_sha256 BLOB NOT NULL UNIQUE,
+    quota_json TEXT NOT NULL,
     created_at REAL NOT NULL,
+    last_used_at REAL,
     revoked_at REAL
 );
 
@@ -63,7 +65,8 @@ CREATE TABLE jobs (
     max_attempts INTEGER NOT NULL,
     state TEXT NOT NULL,
     message TEXT NOT NULL,
-    reason TEXT NOT NULL,
+    failure_json TEXT,
+    progress BLOB NOT NULL,
     created_at REAL NOT NULL,
     queued_at REAL NOT NULL,
     started_at REAL,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gym_sdk.errors import UserError, Where
 from gym_serve._database import Database
-from gym_serve.errors import Kind, ServiceError
+from gym_serve.errors import Reason, ServiceError
 
 _LOCAL_KEY_NAME = "local"
 _MEMORY_S = 2.0
@@ -114,9 +114,8 @@ class Keyring:
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():
             raise ServiceError(
-                Kind.UNAUTHENTICATED,
+                Reason.KEY_MISSING,
                 "no API key was given",
-                reason="missing_api_key",
                 hint="send it as 'Authorization: Bearer KEY'; 'gym keys create' on the daemon's machine makes one",
             )
         hashed = digest(secret.strip())
@@ -133,7 +132,7 @@ class Keyring:
         )
         if row is None:
             self._memory.pop(hashed, None)
-            raise ServiceError(Kind.UNAUTHENTICATED, "the API key is not known here", reason="invalid_api_key")
+            raise ServiceError(Reason.KEY_INVALID, "the API key is not known here")
         key = _key_of(row)
         self._memory[hashed] = (now, key)
         return key
@@ -142,7 +141,7 @@ class Keyring:
 def require_admin(key: Key) -> None:
     """A `ServiceError` unless the key has the admin scope."""
     if not key.is_admin:
-        raise ServiceError(Kind.DENIED, "this call needs a key with the admin scope", reason="admin_required")
+        raise ServiceError(Reason.ADMIN_REQUIRED, "this call needs a key with the admin scope")
 
 
 def take_environment_keys(environment: MutableMapping[str, str]) -> dict[bytes, Key]:

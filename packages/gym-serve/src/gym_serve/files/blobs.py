@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gym_serve.errors import Kind, ServiceError
+from gym_serve.errors import Reason, ServiceError
 
 CHUNK_BYTES = 1024 * 1024
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -53,10 +53,10 @@ class BlobStore:
             here = file.tell()
             if offset > here:
                 raise ServiceError(
-                    Kind.CONFLICT,
+                    Reason.OFFSET_MISMATCH,
                     f"the chunk begins at byte {offset}, and the upload has {here} bytes",
-                    reason="wrong_offset",
                     hint=f"send from byte {here}",
+                    metadata={"received_bytes": str(here)},
                 )
             if offset + len(data) > here:
                 file.write(data[here - offset :])
@@ -74,9 +74,8 @@ class BlobStore:
         if expected_sha256 is not None and sha256 != expected_sha256.lower():
             self.discard(upload)
             raise ServiceError(
-                Kind.INVALID,
+                Reason.CHECKSUM_MISMATCH,
                 f"the content's SHA-256 is {sha256}, not {expected_sha256}; what had arrived was removed",
-                reason="checksum_mismatch",
                 field="sha256",
                 hint="send the file again",
             )

@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from gym_serve.errors import Kind, ServiceError, as_service_error
+from gym_serve.errors import Reason, ServiceError, as_service_error
 
 _TIMEOUT_S = 600.0
 _MEMORY_BYTES = 4 * 1024**3
@@ -36,7 +36,7 @@ async def check_training_data(path: Path, filename: str) -> tuple[str, int]:
             output, errors = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
         except TimeoutError:
             raise ServiceError(
-                Kind.INVALID, f"{filename}: reading it took more than {_TIMEOUT_S:.0f} s", reason="invalid_data"
+                Reason.DATASET_INVALID, f"{filename}: reading it took more than {_TIMEOUT_S:.0f} s"
             ) from None
         finally:
             if process.returncode is None:
@@ -45,15 +45,12 @@ async def check_training_data(path: Path, filename: str) -> tuple[str, int]:
     if process.returncode != 0:
         last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
         raise ServiceError(
-            Kind.INVALID,
+            Reason.DATASET_INVALID,
             f"{filename}: it could not be read ({' '.join(last) or 'out of memory'})",
-            reason="invalid_data",
         )
     answer = json.loads(output)
     if "message" in answer:
-        raise ServiceError(
-            Kind.INVALID, answer["message"], reason="invalid_data", field=answer["field"], hint=answer["hint"]
-        )
+        raise ServiceError(Reason.DATASET_INVALID, answer["message"], field=answer["field"], hint=answer["hint"])
     return answer["format"], answer["num_rows"]
 
 

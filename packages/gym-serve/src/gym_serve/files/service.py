@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gym_serve._database import Database
 from gym_serve.auth import Key
-from gym_serve.errors import Kind, ServiceError, conflict, invalid, not_found
+from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files import store
 from gym_serve.files.blobs import CHUNK_BYTES, BlobStore
 from gym_serve.files.check import check_training_data
@@ -92,19 +92,18 @@ class FileService:
         def transaction(connection: sqlite3.Connection) -> Upload:
             if request_id is not None and (known := store.upload_by_request(connection, key.id, request_id)):
                 if (known.filename, known.size_bytes, known.sha256) != (filename, size_bytes, sha256):
-                    raise conflict(
+                    raise ServiceError(
+                        Reason.REQUEST_ID_REUSED,
                         f"request id '{request_id}' was used for another file before",
-                        reason="request_id_reused",
                         hint="use a new request id for each file",
                     )
                 return known
             used = store.stored_bytes(connection, key.id)
             if used + size_bytes > self._limits.max_storage_bytes_per_key:
                 raise ServiceError(
-                    Kind.EXHAUSTED,
+                    Reason.QUOTA_EXCEEDED,
                     f"{size_bytes} more bytes would be above this key's {self._limits.max_storage_bytes_per_key}, "
                     f"of which {used} are used",
-                    reason="storage_quota",
                     hint="delete files that are no longer needed",
                 )
             store.insert_upload(connection, upload)
@@ -163,7 +162,7 @@ class FileService:
                 known = await self._database.read(lambda connection: store.parts(connection, upload_id))
                 for part_id in part_ids:
                     if part_id not in known:
-                        raise not_found("part", part_id, field="part_ids")
+                        raise not_found(Reason.UPLOAD_NOT_FOUND, part_id, field="part_ids")
                 if len(set(part_ids)) != len(part_ids):
                     raise invalid("a part is named twice", field="part_ids")
                 if (total := sum(known[part_id] for part_id in part_ids)) != upload.size_bytes:
@@ -174,9 +173,9 @@ class FileService:
                 await asyncio.to_thread(self._blobs.join, upload_id, list(part_ids))
             received = await asyncio.to_thread(self._blobs.received, upload_id)
             if received != upload.size_bytes:
-                raise conflict(
+                raise ServiceError(
+                    Reason.WRONG_STATE,
                     f"{received} of {upload.size_bytes} bytes are here",
-                    reason="upload_incomplete",
                     hint=f"send from byte {received}",
                 )
             if md5 is not None:
@@ -214,9 +213,8 @@ class FileService:
             def announce(connection: sqlite3.Connection) -> Upload:
                 if store.stored_bytes(connection, key.id) + size_bytes > self._limits.max_storage_bytes_per_key:
                     raise ServiceError(
-                        Kind.EXHAUSTED,
+                        Reason.QUOTA_EXCEEDED,
                         f"the file is above this key's {self._limits.max_storage_bytes_per_key} bytes",
-                        reason="storage_quota",
                         hint="delete files that are no longer needed",
                     )
                 connection.execute("UPDATE uploads SET size_bytes = ? WHERE id = ?", (size_bytes, upload.id))
@@ -233,7 +231,7 @@ class FileService:
         """A file that this key may see."""
         file = await self._database.read(lambda connection: store.get_file(connection, file_id))
         if not key.may_see(file.owner):
-            raise not_found("file", file_id)
+            raise not_found(Reason.FILE_NOT_FOUND, file_id)
         return file
 
     async def files(
@@ -308,7 +306,7 @@ class FileService:
             buffer += chunk
             if size_bytes + len(buffer) > limit:
                 raise ServiceError(
-                    Kind.TOO_LARGE, f"more than the {limit} bytes that are allowed here", reason="file_too_large"
+                    Reason.REQUEST_INVALID, f"more than the {limit} bytes that are allowed here", http_status=413
                 )
             if len(buffer) >= CHUNK_BYTES:
                 size_bytes = await asyncio.to_thread(self._blobs.append, name, size_bytes, bytes(buffer))
@@ -380,7 +378,7 @@ class FileService:
     async def _own_upload(self, key: Key, upload_id: str, *, pending: bool = False) -> Upload:
         upload = await self._database.read(lambda connection: store.get_upload(connection, upload_id))
         if not key.may_see(upload.owner):
-            raise not_found("upload", upload_id)
+            raise not_found(Reason.UPLOAD_NOT_FOUND, upload_id)
         if pending:
             _check_pending(upload)
         return upload
@@ -394,10 +392,10 @@ class FileService:
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_file_bytes:
             raise ServiceError(
-                Kind.TOO_LARGE,
+                Reason.CHECKSUM_MISMATCH,
                 f"{size_bytes} bytes are more than the {self._limits.max_file_bytes} that a file may have here",
-                reason="file_too_large",
                 field="size_bytes",
+                http_status=413,
             )
 
     def _check_md5(self, upload_id: str, md5: str) -> None:
@@ -405,9 +403,7 @@ class FileService:
         for chunk in self._blobs.read_incoming(upload_id):
             digest.update(chunk)
         if digest.hexdigest() != md5.lower():
-            raise invalid(
-                f"the content's MD5 is {digest.hexdigest()}, not {md5}", field="md5", reason="checksum_mismatch"
-            )
+            raise invalid(f"the content's MD5 is {digest.hexdigest()}, not {md5}", field="md5")
 
 
 def _check_name(filename: str) -> None:
@@ -418,4 +414,4 @@ def _check_name(filename: str) -> None:
 
 def _check_pending(upload: Upload) -> None:
     if upload.state != "pending":
-        raise conflict(f"upload '{upload.id}' is {upload.state}", reason="upload_not_pending")
+        raise ServiceError(Reason.WRONG_STATE, f"upload '{upload.id}' is {upload.state}")

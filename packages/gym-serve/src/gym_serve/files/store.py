@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Literal
 
-from gym_serve.errors import not_found
+from gym_serve.errors import Reason, not_found
 
 UploadState = Literal["pending", "completed", "cancelled", "expired"]
 
@@ -71,7 +71,7 @@ def get_file(connection: sqlite3.Connection, file_id: str) -> File:
     """A file by its id; a `ServiceError` when there is none."""
     row = connection.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
     if row is None:
-        raise not_found("file", file_id)
+        raise not_found(Reason.FILE_NOT_FOUND, file_id)
     return _file_of(row)
 
 
@@ -144,7 +144,7 @@ def get_upload(connection: sqlite3.Connection, upload_id: str) -> Upload:
     """An upload by its id; a `ServiceError` when there is none."""
     row = connection.execute("SELECT * FROM uploads WHERE id = ?", (upload_id,)).fetchone()
     if row is None:
-        raise not_found("upload", upload_id)
+        raise not_found(Reason.UPLOAD_NOT_FOUND, upload_id)
     return _upload_of(row)
 
 

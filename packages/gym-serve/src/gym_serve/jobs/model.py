@@ -11,26 +11,40 @@ class JobState(StrEnum):
 
     QUEUED = "queued"
     """Accepted; waits for its turn, or for the next attempt."""
+    STARTING = "starting"
+    """Its processes have been started and have not said anything yet."""
     RUNNING = "running"
-    """An attempt has been started."""
+    """The run writes events."""
     PAUSING = "pausing"
     """Was told to stop so that it can be resumed."""
     PAUSED = "paused"
-    """Stopped; `resume` puts it back into the queue."""
+    """Stopped; resuming puts it back into the queue."""
     CANCELLING = "cancelling"
     """Was told to stop for good."""
     CANCELLED = "cancelled"
-    """Stopped for good; its last checkpoint is kept, and `retry` goes on from there."""
+    """Stopped by its owner; its last checkpoint is kept, and resuming goes on from there."""
     FAILED = "failed"
-    """Ended in an error; `retry` goes on from the last checkpoint."""
+    """Ended in an error; resuming goes on from the last checkpoint."""
     SUCCEEDED = "succeeded"
     """Done; its model is registered."""
 
 
-ACTIVE = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING})
+ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING})
 """States in which processes run."""
 FINAL = frozenset({JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED})
 """States that nothing but a call of the user leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a job failed."""
+
+    message: str
+    exit_code: int | None = None
+    """Of the job's command; negative: the signal that ended it."""
+    hint: str = ""
+    log_lines: tuple[str, ...] = ()
+    """The last lines that the job printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +65,10 @@ class Job:
     state: JobState
     message: str
     """Why it is in this state, where the state does not say it all."""
-    reason: str
-    """A stable word for a failure; empty otherwise."""
+    failure: Failure | None
+    """Only of a failed job."""
+    progress: bytes
+    """A gym.v1.JobProgress: where the run stands by its events."""
     created_at: float
     queued_at: float
     started_at: float | None

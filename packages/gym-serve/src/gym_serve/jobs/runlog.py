@@ -22,9 +22,8 @@ class RunLog:
         self._path = path
         self._offset = 0
 
-    def read(self) -> list[tuple[int, float, bytes]]:
-        """New events as (sequence in the run, time, serialized gym.v1.RunEvent). A torn last line is not read yet;
-        a broken line further up, which a killed writer leaves, is passed over and logged."""
+    def read(self) -> list[RunEvent]:
+        """New events. A torn last line is not read yet; a broken line further up is passed over and logged."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -37,11 +36,9 @@ class RunLog:
         self._offset += len(complete)
         return [event for line in complete.splitlines() if (event := self._parse(line)) is not None]
 
-    def _parse(self, line: bytes) -> tuple[int, float, bytes] | None:
+    def _parse(self, line: bytes) -> RunEvent | None:
         try:
-            event = json_format.Parse(line, RunEvent(), ignore_unknown_fields=True)
+            return json_format.Parse(line, RunEvent(), ignore_unknown_fields=True)
         except (json_format.ParseError, UnicodeDecodeError):
-            if line.strip():
-                logger.warning("%s: passed over a broken line before byte %d", self._path, self._offset)
+            logger.warning("%s: passed over a broken line before byte %d", self._path, self._offset)
             return None
-        return event.sequence, event.time.seconds + event.time.nanos / 1e9, event.SerializeToString()

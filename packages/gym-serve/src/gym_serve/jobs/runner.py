@@ -16,6 +16,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from gym_sdk.errors import GymError
@@ -23,7 +24,7 @@ from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.jobs import store
 from gym_serve.jobs.environment import job_environment
-from gym_serve.jobs.model import Attempt, Job, JobState
+from gym_serve.jobs.model import Attempt, Failure, Job, JobState
 from gym_serve.jobs.queue import Capacity, Running, choose
 from gym_serve.jobs.runlog import RunLog
 from gym_serve.jobs.supervisor import OUTPUT_FILE
@@ -149,7 +150,13 @@ class JobRunner:
             return  # cancelled or deleted between the choice and the start
         except (OSError, GymError) as error:
             logger.error("job %s: could not be started: %s", job.id, error)
-            await self._move(job.id, JobState.FAILED, message=f"could not be started: {error}", reason="start_failed")
+            failure = Failure(message=f"could not be started: {error}")
+            await self._database.write(
+                lambda connection: store.move(
+                    connection, job.id, JobState.FAILED, message=failure.message, failure=failure
+                )
+            )
+            self._changes.notify(job.id)
             return
         self._last_started[job.owner] = time.time()
         job, attempts = await self._database.read(
@@ -206,17 +213,20 @@ class JobRunner:
             await asyncio.to_thread(self._launcher.sweep, attempt.process)
         job = await self._database.read(lambda connection: store.get(connection, job_id))
         model_id: str | None = None
-        problem = ""
+        failure = Failure(
+            message=outcome.describe(),
+            exit_code=-outcome.signal if outcome.signal is not None else outcome.exit_code,
+            log_lines=await asyncio.to_thread(_last_lines, Path(attempt.directory) / OUTPUT_FILE),
+        )
         if outcome.succeeded and not outcome.stopped:
             if run_dir is None:
-                problem = "the run ended with exit code 0 but left no run directory"
+                failure = replace(failure, message="the run ended with exit code 0 but left no run directory")
             else:
                 try:
                     model_id = await self._register_model(job, run_dir)
                 except GymError as error:
-                    problem = f"the run succeeded, but its model cannot be served: {error}"
-        else:
-            problem = await asyncio.to_thread(_last_lines, Path(attempt.directory) / OUTPUT_FILE)
+                    message = f"the run succeeded, but its model cannot be served: {error.message}"
+                    failure = replace(failure, message=message, hint=error.hint or "")
 
         def transaction(connection: sqlite3.Connection) -> Job:
             job = store.get(connection, job_id)
@@ -233,18 +243,10 @@ class JobRunner:
                 return store.move(
                     connection, job_id, JobState.QUEUED, message=message, not_before=time.time() + delay_s
                 )
-            reason = "model_rejected" if outcome.succeeded else "interrupted" if outcome.interrupted else "run_failed"
-            message = problem if outcome.succeeded else f"{outcome.describe()}\n{problem}".strip()
-            return store.move(connection, job_id, JobState.FAILED, message=message, reason=reason)
+            return store.move(connection, job_id, JobState.FAILED, message=failure.message, failure=failure)
 
         job = await self._database.write(transaction)
         logger.info("job %s: %s (%s)", job_id, job.state, outcome.describe())
-        self._changes.notify(job_id)
-
-    async def _move(self, job_id: str, to: JobState, *, message: str = "", reason: str = "") -> None:
-        await self._database.write(
-            lambda connection: store.move(connection, job_id, to, message=message, reason=reason)
-        )
         self._changes.notify(job_id)
 
 
@@ -258,12 +260,12 @@ def _newest_run(parent: Path) -> Path | None:
     return max(runs, key=lambda path: path.stat().st_ctime).parent if runs else None
 
 
-def _last_lines(path: Path) -> str:
+def _last_lines(path: Path) -> tuple[str, ...]:
     """The end of a job's output."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
-        return ""
-    return "\n".join(line for line in lines[-_TAIL_LINES:] if line.strip())
+        return ()
+    return tuple(line for line in lines[-_TAIL_LINES:] if line.strip())

@@ -17,7 +17,7 @@ from gym_sdk.spec import RunSpec, canonical_json, parse_spec, sha256
 from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.auth import Key
-from gym_serve.errors import Kind, ServiceError, conflict, invalid, not_found
+from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files.service import FileService
 from gym_serve.jobs import store
 from gym_serve.jobs.admission import ModelLookup, admit, place_files
@@ -101,7 +101,8 @@ class JobService:
             max_attempts=max_attempts or self._settings.max_attempts,
             state=JobState.QUEUED,
             message="",
-            reason="",
+            failure=None,
+            progress=b"",
             created_at=now,
             queued_at=now,
             started_at=None,
@@ -129,9 +130,8 @@ class JobService:
                 return _same(known, digest, request_id)
             if store.count_queued(connection, key.id) >= self._settings.max_queued_per_key:
                 raise ServiceError(
-                    Kind.EXHAUSTED,
+                    Reason.QUOTA_EXCEEDED,
                     f"{self._settings.max_queued_per_key} jobs of this key wait already",
-                    reason="job_quota",
                     hint="wait for one of them to start, or cancel one",
                 )
             return store.insert(connection, job, request_id, files)
@@ -152,7 +152,7 @@ class JobService:
         """A job that this key may see."""
         job = await self._database.read(lambda connection: store.get(connection, job_id))
         if not key.may_see(job.owner):
-            raise not_found("job", job_id)
+            raise not_found(Reason.JOB_NOT_FOUND, job_id)
         return job
 
     async def list(
@@ -184,12 +184,28 @@ class JobService:
         return await self._stop(key, job_id, JobState.PAUSING, JobState.PAUSED)
 
     async def resume(self, key: Key, job_id: str) -> Job:
-        """Puts a paused job back into the queue."""
-        return await self._requeue(key, job_id, {JobState.PAUSED}, "resume")
+        """Puts a paused, failed or cancelled job back into the queue; it goes on from its last checkpoint."""
+        await self.get(key, job_id)
 
-    async def retry(self, key: Key, job_id: str) -> Job:
-        """Puts a failed or cancelled job back into the queue; it goes on from its last checkpoint."""
-        return await self._requeue(key, job_id, {JobState.FAILED, JobState.CANCELLED}, "retry")
+        def transaction(connection: sqlite3.Connection) -> Job:
+            job = store.get(connection, job_id)
+            if job.state is JobState.QUEUED:
+                return job
+            if job.state not in _RESUMABLE:
+                raise ServiceError(
+                    Reason.WRONG_STATE,
+                    f"job '{job_id}' is {job.state}; only a paused, failed or cancelled one can be resumed",
+                )
+            # The attempts so far were ended on purpose or by an error: the policy counts anew.
+            connection.execute(
+                "UPDATE jobs SET max_attempts = attempt + ? WHERE id = ?", (self._settings.max_attempts, job_id)
+            )
+            return store.move(connection, job_id, JobState.QUEUED, not_before=time.time())
+
+        job = await self._database.write(transaction)
+        self._changes.notify(job_id)
+        self._runner.wake()
+        return job
 
     async def delete(self, key: Key, job_id: str) -> None:
         """Removes a job that does not run, with its run directory. Its model stays."""
@@ -198,7 +214,7 @@ class JobService:
         def transaction(connection: sqlite3.Connection) -> None:
             job = store.get(connection, job_id)
             if job.state in ACTIVE:
-                raise conflict(f"job '{job_id}' is {job.state}", reason="job_running", hint="cancel it first")
+                raise ServiceError(Reason.WRONG_STATE, f"job '{job_id}' is {job.state}", hint="cancel it first")
             store.delete(connection, job_id)
 
         await self._database.write(transaction)
@@ -262,36 +278,13 @@ class JobService:
             if job.state in (stopping, stopped) or job.state is JobState.CANCELLING:
                 return job
             if job.state in FINAL:
-                raise conflict(f"job '{job_id}' has {_ENDED[job.state]} already", reason="job_ended")
+                raise ServiceError(Reason.WRONG_STATE, f"job '{job_id}' has {_ENDED[job.state]} already")
             return store.move(connection, job_id, stopping if job.state in ACTIVE else stopped)
 
         job = await self._database.write(transaction)
         self._changes.notify(job_id)
         if job.state in ACTIVE:
             await self._runner.stop(job_id)
-        self._runner.wake()
-        return job
-
-    async def _requeue(self, key: Key, job_id: str, states: set[JobState], verb: str) -> Job:
-        await self.get(key, job_id)
-
-        def transaction(connection: sqlite3.Connection) -> Job:
-            job = store.get(connection, job_id)
-            if job.state is JobState.QUEUED:
-                return job
-            if job.state not in states:
-                raise conflict(
-                    f"job '{job_id}' is {job.state}; {verb} is for jobs that are {' or '.join(sorted(states))}",
-                    reason="wrong_job_state",
-                )
-            # The attempts so far were ended on purpose or by an error: the policy counts anew.
-            connection.execute(
-                "UPDATE jobs SET max_attempts = attempt + ? WHERE id = ?", (self._settings.max_attempts, job_id)
-            )
-            return store.move(connection, job_id, JobState.QUEUED, not_before=time.time())
-
-        job = await self._database.write(transaction)
-        self._changes.notify(job_id)
         self._runner.wake()
         return job
 
@@ -304,21 +297,22 @@ class JobService:
 
     def _check_trainer(self) -> None:
         if not self._settings.command and importlib.util.find_spec("gym_trainer") is None:
-            raise conflict(
+            raise ServiceError(
+                Reason.NOT_INSTALLED,
                 "this daemon serves models, but the trainer is not installed beside it",
-                reason="trainer_not_installed",
                 hint='on its machine: pip install "gym-trainer[torch]", or set jobs.command to a gym elsewhere',
             )
 
 
+_RESUMABLE = {JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
 _ENDED = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "been cancelled"}
 
 
 def _same(known: Job, digest: str, request_id: str) -> Job:
     if known.spec_sha256 != digest:
-        raise conflict(
+        raise ServiceError(
+            Reason.REQUEST_ID_REUSED,
             f"request id '{request_id}' was used for another specification before",
-            reason="request_id_reused",
             hint="use a new request id for each job",
         )
     return known

@@ -6,22 +6,25 @@ gaps, so state and history cannot disagree after a crash.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 
-from gym_serve.errors import not_found
-from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Job, JobEvent, JobState
+from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
+from gym_serve.errors import Reason, not_found
+from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Failure, Job, JobEvent, JobState
+from gym_serve.jobs.progress import advance
 
 
 def insert(connection: sqlite3.Connection, job: Job, request_id: str | None, file_ids: Iterable[str]) -> Job:
     """Stores a new job in the queue, with its first event."""
     connection.execute(
         """INSERT INTO jobs (id, owner, request_id, name, spec_json, spec_sha256, labels_json, origin_json, num_gpus,
-               max_attempts, state, message, reason, created_at, queued_at, attempt, not_before, run_cursor,
+               max_attempts, state, message, progress, created_at, queued_at, attempt, not_before, run_cursor,
                last_sequence)
-           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', '', ?, ?, 0, ?, 0, 0)""",
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', x'', ?, ?, 0, ?, 0, 0)""",
         (
             job.id,
             job.owner,
@@ -48,7 +51,7 @@ def get(connection: sqlite3.Connection, job_id: str) -> Job:
     """A job by its id; a `ServiceError` when there is none."""
     row = connection.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
     if row is None:
-        raise not_found("job", job_id)
+        raise not_found(Reason.JOB_NOT_FOUND, job_id)
     return _job_of(row)
 
 
@@ -88,6 +91,13 @@ def page(
     return [_job_of(row) for row in rows]
 
 
+def queue_position(connection: sqlite3.Connection, job: Job) -> int:
+    """How many jobs have waited for longer."""
+    return connection.execute(
+        "SELECT count(*) FROM jobs WHERE state = 'queued' AND (queued_at, id) < (?, ?)", (job.queued_at, job.id)
+    ).fetchone()[0]
+
+
 def in_states(connection: sqlite3.Connection, states: Iterable[JobState]) -> list[Job]:
     """All jobs in these states, oldest first."""
     names = [state.value for state in states]
@@ -108,24 +118,24 @@ def move(
     to: JobState,
     *,
     message: str = "",
-    reason: str = "",
+    failure: Failure | None = None,
     model_id: str | None = None,
     not_before: float | None = None,
 ) -> Job:
     """Puts a job into another state and writes the event of it."""
     now = time.time()
     connection.execute(
-        """UPDATE jobs SET state = ?, message = ?, reason = ?,
+        """UPDATE jobs SET state = ?, message = ?, failure_json = ?,
                model_id = coalesce(?, model_id),
                not_before = coalesce(?, not_before),
                queued_at = CASE WHEN ? = 'queued' THEN ? ELSE queued_at END,
-               started_at = CASE WHEN ? = 'running' THEN coalesce(started_at, ?) ELSE started_at END,
+               started_at = CASE WHEN ? = 'starting' THEN coalesce(started_at, ?) ELSE started_at END,
                finished_at = ?
            WHERE id = ?""",
         (
             to.value,
             message,
-            reason,
+            json.dumps(dataclasses.asdict(failure), ensure_ascii=False) if failure else None,
             model_id,
             not_before,
             to.value,
@@ -143,7 +153,7 @@ def move(
 def begin_attempt(
     connection: sqlite3.Connection, job_id: str, directory: str, gpus: list[int], process: dict[str, object]
 ) -> Job:
-    """Writes down a started process and puts the job into `running`."""
+    """Writes down a started process and puts the job into `starting`."""
     number = get(connection, job_id).attempt + 1
     connection.execute("UPDATE jobs SET attempt = ? WHERE id = ?", (number, job_id))
     connection.execute(
@@ -151,7 +161,7 @@ def begin_attempt(
            VALUES (?, ?, ?, ?, ?, ?)""",
         (job_id, number, directory, json.dumps(gpus), json.dumps(process), time.time()),
     )
-    return move(connection, job_id, JobState.RUNNING, message="" if number == 1 else f"attempt {number}")
+    return move(connection, job_id, JobState.STARTING, message="" if number == 1 else f"attempt {number}")
 
 
 def end_attempt(connection: sqlite3.Connection, job_id: str, outcome: str) -> None:
@@ -178,16 +188,26 @@ def set_run_dir(connection: sqlite3.Connection, job_id: str, run_dir: str) -> No
     connection.execute("UPDATE jobs SET run_dir = ?, run_cursor = 0 WHERE id = ?", (run_dir, job_id))
 
 
-def append_run_events(connection: sqlite3.Connection, job_id: str, events: Sequence[tuple[int, float, bytes]]) -> int:
-    """Takes over events of the run, given as (sequence in the run, time, message); those taken before are passed over.
+def append_run_events(connection: sqlite3.Connection, job_id: str, events: Sequence[RunEvent]) -> int:
+    """Takes over events of the run; those taken before are passed over.
 
-    Cursor and events change in one transaction, so none is lost or doubled whenever the daemon dies.
+    Cursor, progress and events change in one transaction, so none is lost or doubled whenever the daemon dies.
     """
-    cursor = connection.execute("SELECT run_cursor FROM jobs WHERE id = ?", (job_id,)).fetchone()["run_cursor"]
-    new = [event for event in events if event[0] > cursor]
-    if new:
-        _append(connection, job_id, [(at, None, None, body) for _, at, body in new])
-        connection.execute("UPDATE jobs SET run_cursor = ? WHERE id = ?", (new[-1][0], job_id))
+    job = get(connection, job_id)
+    new = [event for event in events if event.sequence > job.run_cursor]
+    if not new:
+        return 0
+    if job.state is JobState.STARTING:
+        move(connection, job_id, JobState.RUNNING)
+    _append(
+        connection,
+        job_id,
+        [(event.time.seconds + event.time.nanos / 1e9, None, None, event.SerializeToString()) for event in new],
+    )
+    connection.execute(
+        "UPDATE jobs SET run_cursor = ?, progress = ? WHERE id = ?",
+        (new[-1].sequence, advance(job.progress, new), job_id),
+    )
     return len(new)
 
 
@@ -252,7 +272,8 @@ def _job_of(row: sqlite3.Row) -> Job:
         max_attempts=row["max_attempts"],
         state=JobState(row["state"]),
         message=row["message"],
-        reason=row["reason"],
+        failure=_failure_of(row["failure_json"]),
+        progress=row["progress"],
         created_at=row["created_at"],
         queued_at=row["queued_at"],
         started_at=row["started_at"],
@@ -264,6 +285,13 @@ def _job_of(row: sqlite3.Row) -> Job:
         last_sequence=row["last_sequence"],
         model_id=row["model_id"],
     )
+
+
+def _failure_of(text: str | None) -> Failure | None:
+    if text is None:
+        return None
+    values = json.loads(text)
+    return Failure(**{**values, "log_lines": tuple(values["log_lines"])})
 
 
 def _attempt_of(row: sqlite3.Row) -> Attempt:
