@@ -1,0 +1,265 @@
+"""From a specification and prepared data to a fitted model."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+
+from gym_sdk.cli.console import Progress
+from gym_sdk.errors import UserError
+from gym_sdk.events import EventWriter
+from gym_sdk.spec import RunSpec
+from gym_trainer.fast.attention import LeakingAttention, attention_of, check_isolation
+from gym_trainer.loop import checkpoint
+from gym_trainer.loop.batch import Layout, RowSource
+from gym_trainer.loop.callbacks import EventCallback, StopCallback
+from gym_trainer.loop.dataset import StepDataset
+from gym_trainer.loop.forward import unwrap
+from gym_trainer.loop.interrupt import StopRequest
+from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
+from gym_trainer.loop.step import StepRunner
+from gym_trainer.loop.trainer import GymTrainer
+from gym_trainer.objectives.base import Objective
+
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+_CHECKPOINTS_PER_RUN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings:
+    """What the plan chose for the loop."""
+
+    device: str
+    dtype: torch.dtype
+    attention: str
+    packed: bool
+    micro_batch_tokens: int
+    flops_per_token: float | None = None
+    peak_flops_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What was measured. The course of the loss is in events.jsonl, which also knows of earlier, killed processes."""
+
+    num_steps: int
+    max_steps: int
+    paused: bool
+    """Someone asked it to stop; the last checkpoint holds everything."""
+    layout: Layout
+    micro_batch_tokens: int
+    num_tokens: int
+    num_trained_tokens: int
+    compute_time_s: float
+    peak_memory_bytes: int
+    resumed_from: int | None
+    metrics: dict[str, float]
+    """Of the last evaluation over held-out rows, if there was one."""
+
+
+def fit(
+    model: nn.Module,
+    spec: RunSpec,
+    settings: FitSettings,
+    objective: Objective,
+    *,
+    train_rows: RowSource,
+    eval_rows: RowSource | None,
+    run_path: Path,
+    events: EventWriter,
+    progress: Progress | None = None,
+    stop: StopRequest | None = None,
+    resume: bool = False,
+) -> FitResult:
+    """Train `model` in place, from the newest complete checkpoint when `resume` says so.
+
+    Raises:
+        RunFailed: a loss that is not finite, or a row that does not fit into memory.
+    """
+    checkpoints_dir = run_path / "checkpoints"
+    stop = stop or StopRequest()
+    args = training_arguments(spec, settings, len(train_rows), checkpoints_dir, has_eval=eval_rows is not None)
+    start = _start_from(checkpoints_dir, events) if resume else None
+    layout = _layout(model, settings, events)
+
+    runner = StepRunner(
+        objective,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        layout=layout,
+        device=args.device,
+        on_out_of_memory=lambda before, after: events.log(
+            "warning", f"out of memory: micro-batches of {after} tokens from here on, instead of {before}; same steps"
+        ),
+    )
+    steps = StepDataset(
+        train_rows,
+        batch_size=spec.train.batch_size,
+        seed=spec.seed,
+        rank=args.process_index,
+        world_size=args.world_size,
+    )
+    meter = StepMeter(flops_per_token=settings.flops_per_token, peak_flops_per_s=settings.peak_flops_per_s)
+    with (
+        _trackers_under(run_path),
+        _quiet(),
+        attention_of(_causal(model), settings.attention) if (layout == "packed") else nullcontext(),
+    ):
+        trainer = GymTrainer(
+            model,
+            args,
+            runner=runner,
+            train_steps=steps,
+            eval_rows=eval_rows,
+            keep_checkpoints=spec.train.keep_checkpoints,
+            meter=meter,
+            callbacks=[EventCallback(events, run_path, progress), StopCallback(stop)],
+        )
+        # It prints every log line as a dict to standard output, which is for data.
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        metrics: dict[str, float] = {}
+        paused = stop.requested and trainer.state.global_step < trainer.state.max_steps
+        if eval_rows is not None and not paused:
+            metrics = trainer.evaluate()
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    return FitResult(
+        num_steps=trainer.state.global_step,
+        max_steps=trainer.state.max_steps,
+        paused=paused,
+        layout=layout,
+        micro_batch_tokens=runner.micro_batch_tokens,
+        num_tokens=meter.num_tokens,
+        num_trained_tokens=meter.num_trained_tokens,
+        compute_time_s=meter.compute_time_s,
+        peak_memory_bytes=peak_memory_bytes(),
+        resumed_from=int(start.name.rpartition("-")[2]) if start else None,
+        metrics=metrics,
+    )
+
+
+def num_steps(spec: RunSpec, num_rows: int) -> int:
+    """Optimizer steps of the whole run."""
+    per_epoch = math.ceil(num_rows / spec.train.batch_size)
+    return spec.train.max_steps or math.ceil(spec.train.epochs * per_epoch)
+
+
+def training_arguments(
+    spec: RunSpec, settings: FitSettings, num_rows: int, checkpoints_dir: Path, *, has_eval: bool
+) -> TrainingArguments:
+    """transformers' own form of the specification."""
+    train = spec.train
+    total = num_steps(spec, num_rows)
+    every = train.checkpoint_every_steps or max(1, math.ceil(total / _CHECKPOINTS_PER_RUN))
+    on_cuda = settings.device.startswith("cuda")
+    return TrainingArguments(
+        output_dir=str(checkpoints_dir),
+        num_train_epochs=train.epochs,
+        max_steps=total,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=_SCHEDULES[train.schedule],
+        warmup_steps=math.ceil(train.warmup_ratio * total),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        optim="adamw_torch_fused",
+        seed=spec.seed,
+        use_cpu=settings.device == "cpu",
+        bf16=on_cuda and settings.dtype == torch.bfloat16,
+        fp16=on_cuda and settings.dtype == torch.float16,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=every,
+        eval_strategy="steps" if has_eval and train.eval_every_steps else "no",
+        eval_steps=train.eval_every_steps,
+        metric_for_best_model="loss" if has_eval and train.eval_every_steps else None,
+        report_to=spec.output.report_to or "none",
+        run_name=checkpoints_dir.parent.name,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cache=False,
+    )
+
+
+def _start_from(checkpoints_dir: Path, events: EventWriter) -> Path | None:
+    """The newest complete checkpoint; those passed over are named, and moved out of the way of the next one."""
+    checkpoint.clean_up(checkpoints_dir)
+    found, passed_over = checkpoint.newest(checkpoints_dir)
+    for torn in passed_over:
+        events.log("warning", f"{torn.path.name} is incomplete and passed over: {torn.reason}")
+        checkpoint.remove(torn.path)
+    events.log(
+        "info", f"resuming from {found.name}" if found else "no complete checkpoint: starting from the first step"
+    )
+    return found
+
+
+def _layout(model: nn.Module, settings: FitSettings, events: EventWriter) -> Layout:
+    """Packed where a forward of the model itself shows that documents do not see each other."""
+    if not settings.packed:
+        return "padded"
+    causal = _causal(model)
+    try:
+        with attention_of(causal, settings.attention):
+            check_isolation(causal)
+    except LeakingAttention as error:
+        events.log("warning", f"{error.message}; training one document a row instead of packed rows")
+        return "padded"
+    return "packed"
+
+
+def _causal(model: nn.Module) -> Any:
+    inner = unwrap(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+@contextmanager
+def _trackers_under(run_path: Path) -> Iterator[None]:
+    """TensorBoard's files go to the run's folder: transformers takes their place from the environment only."""
+    name = "TENSORBOARD_LOGGING_DIR"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, str(run_path / "trackers"))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars for files of a second, and its warnings of its own deprecations while it sets up."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that transformers does not know or that is not installed."""
+    from transformers.integrations import get_available_reporting_integrations
+
+    known = {"tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml", "neptune", "dvclive", "swanlab"}
+    installed = set(get_available_reporting_integrations())
+    for name in names:
+        if name not in installed:
+            hint = f"pip install {name}" if name in known else f"known trackers: {', '.join(sorted(known))}"
+            raise UserError(
+                f"output.report_to: {name} is not installed" if name in known else f"no tracker {name}", hint=hint
+            )
