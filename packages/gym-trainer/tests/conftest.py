@@ -1,13 +1,13 @@
-"""Fixtures shared by the trainer's tests."""
+"""Makes the helpers beside the tests importable, and keeps tiny models on one thread."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "loop")]
-
 import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "loop")]
 
 # Models of a few thousand weights lose by more threads, most of all where several suites share the cores.
 torch.set_num_threads(1)

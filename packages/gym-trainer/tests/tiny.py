@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from gym_data import Document
+
 VOCABULARY_SIZE = 61
-
-
-@dataclass
-class TinyDocument:
-    tokens: np.ndarray
-    loss_mask: np.ndarray
 
 
 class TinyStore:
     """A token store in memory."""
 
-    def __init__(self, documents: list[TinyDocument]) -> None:
+    def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
-        self.offsets = np.concatenate([[0], np.cumsum([len(d.tokens) for d in documents])]).astype(np.int64)
+        self.lengths = np.array([len(document.ids) for document in documents])
 
-    def __getitem__(self, index: int) -> TinyDocument:
+    def __getitem__(self, index: int) -> Document:
         return self.documents[index]
 
     def __len__(self) -> int:
@@ -51,9 +45,9 @@ def tiny_store(num_rows: int = 64, *, seed: int = 0, min_length: int = 3, max_le
     """Rows of very different length; the first third of each, at least one token, is prompt."""
     random = np.random.default_rng(seed)
     documents = []
-    for _ in range(num_rows):
+    for number in range(num_rows):
         length = int(random.integers(min_length, max_length + 1))
         mask = np.ones(length, dtype=np.uint8)
         mask[: max(1, length // 3)] = 0
-        documents.append(TinyDocument(random.integers(0, VOCABULARY_SIZE, length).astype(np.uint32), mask))
+        documents.append(Document(random.integers(0, VOCABULARY_SIZE, length).astype(np.uint32), mask, row=number + 1))
     return TinyStore(documents)

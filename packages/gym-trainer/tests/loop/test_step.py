@@ -23,7 +23,7 @@ def reference_loss(model: torch.nn.Module, store: TinyStore) -> torch.Tensor:
     """The mean over all trained tokens, written out: one document at a time, in float64, without any of Gym's code."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for document in store.documents:
-        ids = torch.tensor(document.tokens.astype(np.int64))
+        ids = torch.tensor(document.ids.astype(np.int64))
         logits = model(input_ids=ids[None]).logits[0].double()
         logprobs = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
         trained = torch.tensor(document.loss_mask[1:] != 0)
@@ -75,7 +75,7 @@ def test_token_accuracy_counts_the_tokens_predicted_right() -> None:
     store, model = tiny_store(8), tiny_model()
     right = count = 0
     for document in store.documents:
-        ids = torch.tensor(document.tokens.astype(np.int64))
+        ids = torch.tensor(document.ids.astype(np.int64))
         predicted = model(input_ids=ids[None]).logits[0].argmax(-1)
         trained = torch.tensor(document.loss_mask[1:] != 0)
         right += int((predicted[:-1] == ids[1:])[trained].sum())
@@ -88,7 +88,7 @@ def test_labels_are_the_next_trained_token_and_never_cross_a_document() -> None:
     for document in store.documents:
         document.loss_mask[:] = [1, 0, 1, 1]  # a document that is trained from its very first token
     batch = make_micro_batch([StoreRows(store).row(i) for i in range(3)], layout="packed", device=CPU)
-    expected = [label for d in store.documents for label in [IGNORED, int(d.tokens[2]), int(d.tokens[3]), IGNORED]]
+    expected = [label for d in store.documents for label in [IGNORED, int(d.ids[2]), int(d.ids[3]), IGNORED]]
     assert batch.labels_T.tolist() == expected
     assert batch.position_ids.tolist() == [[0, 1, 2, 3] * 3]
     assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 4, 8, 12]
@@ -176,7 +176,7 @@ def test_step_level_statistics_see_the_whole_step_before_any_gradient() -> None:
     runner = StepRunner(CountsTokens(), micro_batch_tokens=100, layout="packed", device=CPU)
     runner.run(ForwardModel(model), step, backward=lambda loss: loss.backward())
     assert len(seen) > 2
-    assert set(seen) == {float(store.offsets[-1])}
+    assert set(seen) == {float(store.lengths.sum())}
 
 
 @pytest.mark.parametrize(

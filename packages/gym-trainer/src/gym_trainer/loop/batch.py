@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gym_data import TokenStore
 from gym_trainer.fast.packing import PackedLayout
 
 IGNORED = -100
@@ -27,7 +28,7 @@ class Document(Protocol):
     """A run of tokens that sees nothing outside itself."""
 
     @property
-    def tokens(self) -> np.ndarray:
+    def ids(self) -> np.ndarray:
         """uint32 [L]."""
         ...
 
@@ -48,7 +49,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(document.tokens) for document in self.documents)
+        return sum(len(document.ids) for document in self.documents)
 
     @property
     def num_trained_tokens(self) -> int:
@@ -73,9 +74,9 @@ class RowSource(Protocol):
 class StoreRows:
     """Every document of a token store as a row of its own."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: TokenStore) -> None:
         self.store = store
-        self.lengths_N = np.diff(np.asarray(store.offsets))
+        self.lengths_N = store.lengths
 
     def __len__(self) -> int:
         return len(self.lengths_N)
@@ -84,8 +85,7 @@ class StoreRows:
         return Row(index=index, documents=(self.store[index],))
 
     def describe(self, index: int) -> str:
-        describe = getattr(self.store, "describe", None)
-        return describe(index) if describe is not None else f"row {index + 1}"
+        return f"row {self.store[index].row}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +152,23 @@ class MicroBatch:
 
 def shifted_labels(document: Document) -> np.ndarray:
     """int64 [L]: the next token where it is trained, IGNORED elsewhere and at the document's last position."""
-    labels = np.full(len(document.tokens), IGNORED, dtype=np.int64)
+    labels = np.full(len(document.ids), IGNORED, dtype=np.int64)
     trained = np.asarray(document.loss_mask[1:]) != 0
-    labels[:-1][trained] = np.asarray(document.tokens[1:])[trained]
+    labels[:-1][trained] = np.asarray(document.ids[1:])[trained]
     return labels
 
 
 def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.device | str) -> MicroBatch:
     """Lay whole rows out for one forward pass."""
     documents = [document for row in rows for document in row.documents]
-    lengths = [len(document.tokens) for document in documents]
+    lengths = [len(document.ids) for document in documents]
     document_rows = [number for number, row in enumerate(rows) for _ in row.documents]
     labels = [shifted_labels(document) for document in documents]
     packed = attention_mask = None
     if layout == "packed":
         packed = PackedLayout.from_lengths(lengths, device)
         position_ids = packed.position_ids
-        input_ids = np.concatenate([document.tokens for document in documents]).astype(np.int64)[None]
+        input_ids = np.concatenate([document.ids for document in documents]).astype(np.int64)[None]
         labels_T = np.concatenate(labels)
         document_ids_T = np.repeat(np.arange(len(documents)), lengths)
     else:
@@ -176,7 +176,7 @@ def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.devic
         inside = np.arange(shape[1])[None] < np.array(lengths)[:, None]
         input_ids, labels_T = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         for number, document in enumerate(documents):
-            input_ids[number, : lengths[number]] = document.tokens
+            input_ids[number, : lengths[number]] = document.ids
             labels_T[number, : lengths[number]] = labels[number]
         position_ids = torch.from_numpy(np.where(inside, np.arange(shape[1])[None], 0)).to(device)
         labels_T = labels_T.reshape(-1)

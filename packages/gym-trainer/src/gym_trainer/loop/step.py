@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from gym_data.packing import micro_batches
 from torch import Tensor, nn
 
+from gym_data.packing import micro_batches
 from gym_sdk.errors import RunFailed
 from gym_trainer.loop.batch import Layout, MicroBatch, Row, StepBatch, make_micro_batch
 from gym_trainer.loop.forward import ForwardModel
@@ -94,7 +94,7 @@ class StepRunner:
         bins: list[tuple[Row, ...]] = []
         current: list[Row] = []
         for row in sorted(rows, key=lambda row: -row.num_tokens):
-            longest = max(len(document.tokens) for document in (current or [row])[0].documents)
+            longest = max(len(document.ids) for document in (current or [row])[0].documents)
             num_documents = sum(len(other.documents) for other in current) + len(row.documents)
             if current and longest * num_documents > self.micro_batch_tokens:
                 bins.append(tuple(current))
