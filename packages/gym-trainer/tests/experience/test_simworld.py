@@ -66,7 +66,7 @@ def test_the_oracle_is_far_above_nothing_and_shuffled_words_are_not() -> None:
         oracle.append(accuracy(world, text))
         shuffled.append(accuracy(world, " ".join(words)))
     assert statistics.mean(oracle) > 0.7
-    assert statistics.mean(nothing) < 0.2
+    assert statistics.mean(nothing) < 0.35
     assert abs(statistics.mean(shuffled) - statistics.mean(nothing)) < 0.05
 
 

@@ -14,8 +14,30 @@ if TYPE_CHECKING:
     from gym_sdk.spec.model import ModelSpec
     from gym_sdk.spec.output import OutputSpec
     from gym_sdk.spec.performance import ParallelSpec, PerformanceSpec
+    from gym_sdk.spec.rewards import (
+        ExactReward,
+        JsonReward,
+        MathReward,
+        NumericReward,
+        PluginReward,
+        PythonReward,
+        RegexReward,
+        RewardSpec,
+    )
     from gym_sdk.spec.run import SPEC_VERSION, RunSpec
     from gym_sdk.spec.train import TrainSpec
+    from gym_sdk.spec.training_free import (
+        BudgetSpec,
+        CapsSpec,
+        EndpointSpec,
+        ExperienceReportSpec,
+        GateSpec,
+        LibrarySpec,
+        PriceSpec,
+        PruningSpec,
+        SamplingSpec,
+        TrainingFreeGrpo,
+    )
 
 _MODULES = {
     "_dump": ("canonical_json", "dump_yaml", "sha256"),
@@ -27,27 +49,67 @@ _MODULES = {
     "model": ("ModelSpec",),
     "output": ("OutputSpec",),
     "performance": ("ParallelSpec", "PerformanceSpec"),
+    "rewards": (
+        "ExactReward",
+        "JsonReward",
+        "MathReward",
+        "NumericReward",
+        "PluginReward",
+        "PythonReward",
+        "RegexReward",
+        "RewardSpec",
+    ),
     "run": ("SPEC_VERSION", "RunSpec"),
     "train": ("TrainSpec",),
+    "training_free": (
+        "BudgetSpec",
+        "CapsSpec",
+        "EndpointSpec",
+        "ExperienceReportSpec",
+        "GateSpec",
+        "LibrarySpec",
+        "PriceSpec",
+        "PruningSpec",
+        "SamplingSpec",
+        "TrainingFreeGrpo",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "SPEC_VERSION",
+    "BudgetSpec",
+    "CapsSpec",
     "DataSource",
     "DataSpec",
+    "EndpointSpec",
     "EvalSplit",
     "EvaluationSpec",
+    "ExactReward",
+    "ExperienceReportSpec",
     "FullAdapter",
+    "GateSpec",
     "JsonFieldsTask",
+    "JsonReward",
+    "LibrarySpec",
     "LoraAdapter",
+    "MathReward",
     "ModelSpec",
+    "NumericReward",
     "OutputSpec",
     "ParallelSpec",
     "PerformanceSpec",
+    "PluginReward",
+    "PriceSpec",
+    "PruningSpec",
+    "PythonReward",
+    "RegexReward",
+    "RewardSpec",
     "RunSpec",
+    "SamplingSpec",
     "Sft",
     "TrainSpec",
+    "TrainingFreeGrpo",
     "canonical_json",
     "dump_yaml",
     "load_spec",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec.training_free import TrainingFreeGrpo
 
 
 class Sft(SpecModel):
@@ -16,4 +17,4 @@ class Sft(SpecModel):
     """Supervised fine-tuning."""
 
 
-MethodSpec = Annotated[Sft, Field(discriminator="kind")]
+MethodSpec = Annotated[Sft | TrainingFreeGrpo, Field(discriminator="kind")]

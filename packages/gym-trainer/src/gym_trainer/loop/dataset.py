@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.utils.data
-from gym_data.packing import steps
 
+from gym_data.packing import steps
 from gym_trainer.loop.batch import RowSource, StepBatch
 
 
