@@ -43,8 +43,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def find_commands() -> dict[str, dict[str, Command]]:
     """The commands of every installed package, by package."""
-    points = importlib.metadata.entry_points(group="gym.commands")
-    found = {point.name: point.load() for point in points}
+    found = {}
+    for point in importlib.metadata.entry_points(group="gym.commands"):
+        try:
+            found[point.name] = point.load()
+        except Exception as error:  # noqa: BLE001 - one broken package must not take every command away
+            sys.stderr.write(f"warning: the commands of {point.name} cannot be loaded: {error}\n")
     ordered = [*(name for name in GROUPS if name in found), *sorted(name for name in found if name not in GROUPS)]
     return {name: found[name] for name in ordered}
 
@@ -79,23 +83,25 @@ def help_text(packages: dict[str, dict[str, Command]]) -> str:
 
 
 def _versions() -> str:
-    lines = []
-    for package in ("gym-sdk", "gym-data", "gym-serve", "gym-trainer"):
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}\n")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "".join(lines)
+    packages = [package for package in ("gym-sdk", "gym-data", "gym-serve", "gym-trainer") if _is_installed(package)]
+    return "".join(f"{package} {importlib.metadata.version(package)}\n" for package in packages)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _unknown(name: str, installed: list[str]) -> UserError:
     if name.startswith("-"):
         return UserError(f"unknown option {name}", hint=f"{USAGE}; `gym --help` lists the commands")
     for package, names in HOMES.items():
-        if name in names:
-            return UserError(
-                f"gym {name} comes with {package}, which is not installed", hint=f'pip install "{package}[torch]"'
-            )
+        if name in names and not _is_installed(package):
+            wanted = package if package == "gym-data" else f"{package}[torch]"
+            return UserError(f"gym {name} comes with {package}, which is not installed", hint=f'pip install "{wanted}"')
     known = [*installed, *(each for names in HOMES.values() for each in names)]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean gym {near[0]}?" if near else "`gym --help` lists the commands"
@@ -118,6 +124,7 @@ def _invoke(name: str, command: Command, arguments: list[str]) -> int:
     from cyclopts import App, CycloptsError
 
     app = target if isinstance(target, App) else _app_of(name, target)
+    app.suppress_keyboard_interrupt = False
     try:
         result: Any = app(
             arguments, exit_on_error=False, print_error=False, verbose=False, result_action="return_value"

@@ -124,7 +124,8 @@ class PlainProgress:
 @contextmanager
 def _bar(total: float | None, unit: str, label: str) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
@@ -133,23 +134,28 @@ def _bar(total: float | None, unit: str, label: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Bars(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(label, total=total, amount=format_amount(0, total, unit))
 
-        class Bar:
-            done = 0.0
-            total = None if total is None else float(total)
+        def show(done: float, total: float | None) -> None:
+            bars.update(task, completed=done, total=total, amount=format_amount(done, total, unit))
 
-            def advance(self, amount: float = 1) -> None:
-                self.update(self.done + amount)
+        yield _Bar(total, show)
 
-            def update(self, done: float, total: float | None = None) -> None:
-                self.done = done
-                self.total = total if total is not None else self.total
-                amount = format_amount(done, self.total, unit)
-                bars.update(task, completed=done, total=self.total, amount=amount)
 
-        yield Bar()
+class _Bar:
+    """Progress as a bar that moves."""
+
+    def __init__(self, total: float | None, show: Callable[[float, float | None], None]) -> None:
+        self._done, self._total, self._show = 0.0, total, show
+
+    def advance(self, amount: float = 1) -> None:
+        self.update(self._done + amount)
+
+    def update(self, done: float, total: float | None = None) -> None:
+        self._done = done
+        self._total = total if total is not None else self._total
+        self._show(self._done, self._total)
 
 
 def format_amount(done: float, total: float | None, unit: str) -> str:

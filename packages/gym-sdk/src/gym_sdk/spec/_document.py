@@ -204,6 +204,7 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return f"{error.context}, {problem}" if error.context else problem
 
 
+_DECODER = json.JSONDecoder()
 _SCALAR = re.compile(r"[^\s,\]}]+")
 
 
@@ -228,7 +229,7 @@ class _JsonLines:
         text, lines = self.text, self.lines
         lines.setdefault(path, self.line(index))
         if text[index] == '"':
-            return json.decoder.scanstring(text, index + 1)[1]
+            return _DECODER.raw_decode(text, index)[1]
         if text[index] not in "{[":
             match = _SCALAR.match(text, index)
             return match.end() if match else index
@@ -237,7 +238,7 @@ class _JsonLines:
         while text[index] not in "}]":
             if is_object:
                 line = self.line(index)
-                key, index = json.decoder.scanstring(text, index + 1)
+                key, index = _DECODER.raw_decode(text, index)
                 inner: Path = (*path, key)
                 if inner in lines:
                     raise SpecError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from gym_sdk.errors import Problem, SpecError, Where
+from gym_sdk.errors import SpecError, Where
 from gym_sdk.spec._document import Path, format_path, parse_scalar, parse_yaml
 from gym_sdk.spec._fields import Shape, field_shape
 from gym_sdk.spec._paths import absolute_paths
@@ -60,10 +60,11 @@ def _split(override: str) -> tuple[Path, str]:
 
 def _shape_at(shape: Shape, path: Path) -> Shape | None:
     """The shape of the field at the path; None where there is none, which validation reports."""
-    for part in path:
+    for depth, part in enumerate(path):
         if isinstance(part, int):
             if shape.items is None:
-                return None
+                where = Where(file=COMMAND_LINE, path=format_path(path[: depth + 1]))
+                raise SpecError(f"{format_path(path[:depth])} is not a list", where=where)
             shape = shape.items
             continue
         infos = [model.model_fields[part] for model in shape.models if part in model.model_fields]
@@ -88,12 +89,10 @@ def _replaced(data: Any, path: Path, value: Any, done: Path) -> Any:
     here = (*done, part)
     if isinstance(part, int):
         items = list(data) if isinstance(data, list) else []
-        if not isinstance(data, list) or part > len(items):
-            problem = f"{format_path(done)} has {len(items)} items" if isinstance(data, list | None) else "not a list"
+        if part > len(items):
+            number = f"{len(items)} item{'s' if len(items) != 1 else ''}"
             where = Where(file=COMMAND_LINE, path=format_path(here))
-            hint = f"[{len(items)}] appends an item" if isinstance(data, list | None) else None
-            if data is not None or part > 0:
-                raise SpecError(problem, where=where, hint=hint, problems=(Problem(message=problem, where=where),))
+            raise SpecError(f"{format_path(done)} has {number}", where=where, hint=f"[{len(items)}] appends one")
         if part == len(items):
             items.append(None)
         items[part] = _replaced(items[part], rest, value, here)

@@ -48,6 +48,17 @@ OTHER_NAMES = {
 }
 """What other tools call a field. People arrive with these in their fingers."""
 
+OTHER_VALUES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "4bit": "nf4",
+    "8bit": "int8",
+    "qlora": "lora",
+}
+"""What other tools call a choice."""
+
 
 class Reporter:
     """Turns one ValidationError into problems, each with its place."""
@@ -60,7 +71,7 @@ class Reporter:
         found: dict[Path, Problem] = {}
         for each in error.errors(include_url=False):
             if each["type"] == CONFLICT:
-                for text, message in each["ctx"]["conflicts"]:
+                for text, message in each.get("ctx", {})["conflicts"]:
                     path = tuple(text.split("."))
                     found.setdefault(path, self.problem(path, message))
                 continue
@@ -129,6 +140,8 @@ class Reporter:
             section = f" of {parent} kind {model.model_fields['kind'].default}"
         known = list(model.model_fields)
         message = f"unknown key{section}"
+        if key in OTHER_NAMES:
+            return self.problem(path, f"{message}; it is called {OTHER_NAMES[key]} here")
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
             return self.problem(path, f"{message}; did you mean {near[0]}?")
         everywhere = list(all_fields(self.root.models[0]))
@@ -137,8 +150,6 @@ class Reporter:
         if of_other_kind:
             kinds = ", ".join(str(each.kind) for each in of_other_kind)
             return self.problem(path, f"{message}; it belongs to kind {kinds}")
-        if key in OTHER_NAMES:
-            return self.problem(path, f"{message}; it is called {OTHER_NAMES[key]} here")
         if same:
             return self.problem(path, f"{message}; did you mean {same[0].path}?")
         if near := difflib.get_close_matches(key, [each.name for each in everywhere], n=1, cutoff=0.75):
@@ -157,7 +168,9 @@ class Reporter:
 
     def problem(self, path: Path, message: str, hint: str | None = None) -> Problem:
         text = format_path(path) or None
-        if any(path[: len(touched)] == touched for touched in self.touched):
+        # A section that only overrides brought is theirs, also for what is missing from it.
+        section = path[:-1] if path[:-1] not in self.document.lines else path
+        if any(path[: len(each)] == each or (section and each[: len(section)] == section) for each in self.touched):
             return Problem(message=message, where=Where(file=COMMAND_LINE, path=text), hint=hint)
         return Problem(
             message=message, where=Where(file=self.name, line=self.document.line(path), path=text), hint=hint
@@ -166,7 +179,10 @@ class Reporter:
 
 def _did_you_mean(text: Any, known: Iterable[Any]) -> str:
     names = [name for name in known if isinstance(name, str)]
-    near = difflib.get_close_matches(text, names, n=1, cutoff=0.6) if isinstance(text, str) else []
+    if not isinstance(text, str):
+        return ""
+    other = OTHER_VALUES.get(text.lower())
+    near = [other] if other in names else difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -14,7 +14,7 @@ DataFormat = Literal["auto", "openai", "alpaca", "prompt_completion"]
 class DataSource(SpecModel):
     """One file or folder of rows."""
 
-    source: Annotated[str, Field(min_length=1), FilePath()]
+    source: Annotated[str, Field(min_length=1, examples=["data/train.jsonl"]), FilePath()]
     """A path; a relative one is taken from the folder of the spec's file. On a daemon also `file:ID`, an upload."""
 
     format: DataFormat = "auto"

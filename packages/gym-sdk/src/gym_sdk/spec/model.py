@@ -12,7 +12,7 @@ from gym_sdk.spec._base import FilePath, SpecModel
 class ModelSpec(SpecModel):
     """The base model of a run."""
 
-    source: Annotated[str, Field(min_length=1), FilePath(or_name=True)]
+    source: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"]), FilePath(or_name=True)]
     """A hub id (`Qwen/Qwen3-8B`), a folder, a `file.gguf`, or `package:module/file.gguf` for a file inside an
     installed Python package."""
 
