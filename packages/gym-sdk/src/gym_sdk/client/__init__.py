@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gym_sdk.client._options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from gym_sdk.client._options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS, local_key_path
 
-__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS"]
+__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "SERVER_OPTIONS", "local_key_path"]

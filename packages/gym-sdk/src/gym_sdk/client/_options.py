@@ -1,6 +1,10 @@
-"""gRPC options that both ends must agree on. Loads no grpc."""
+"""What both ends must agree on: gRPC options, and where this machine's own key lies. Loads no grpc."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+from gym_sdk.folders import data_dir
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Long chats fit; files go in chunks."""
@@ -33,3 +37,11 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # One daemon a port: a second one must fail to bind instead of sharing it.
     ("grpc.so_reuseport", 0),
 )
+
+
+def local_key_path(folder: Path | None = None) -> Path:
+    """The key that a daemon makes on its first start for the user of its own machine (mode 0600), as one line of text.
+
+    `folder` is the daemon's data directory; the default one when not given.
+    """
+    return (folder or data_dir()) / "local.key"

@@ -87,6 +87,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 26
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 27
     """INTERNAL: ours."""
+    ERROR_REASON_TIMED_OUT: _ErrorReason.ValueType  # 28
+    """DEADLINE_EXCEEDED: the time that the client or the server allows is over."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """`google.rpc.ErrorInfo.reason`, without the prefix: "SPEC_INVALID". A client must expect reasons it doesn't know."""
@@ -135,4 +137,6 @@ ERROR_REASON_ENGINE_DOWN: ErrorReason.ValueType  # 25
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 26
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 27
 """INTERNAL: ours."""
+ERROR_REASON_TIMED_OUT: ErrorReason.ValueType  # 28
+"""DEADLINE_EXCEEDED: the time that the client or the server allows is over."""
 global___ErrorReason = ErrorReason
