@@ -31,10 +31,6 @@ SYSTEM_PROMPT = (
     f"Patrol note to JSON: species (singular), count, activity ({', '.join(ACTIVITIES)}), place, time (24h), "
     f"threat ({', '.join(THREATS)}). Only animals seen now. Not said: null."
 )
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen twenty"
-).split()
 REGISTERS = ("radio", "diary", "report", "sms")
 
 Split = Literal["train", "held_out"]
@@ -121,6 +117,7 @@ class Notes:
         self._dice = Dice(f"{split} {seed}")
         self._names: list[str] = shared["names"]
         self._units: list[str] = shared["units"]
+        self._numbers: list[str] = shared["numbers"]
         self._species = [Species(*row) for row in shared["species"]]
         held_out = split == "held_out"
         # A quarter of all pairs is held out, along the diagonals: each species and each activity stands on both sides.
@@ -208,8 +205,8 @@ class Notes:
         if count == 1:
             return f"{dice.pick(('a lone', 'one', 'a single', '1', 'a young', 'one adult'))} {one}"
         forms = [f"{count} {many}", f"{count} adult {many}", f"a group of {count} {many}"]
-        if count < len(NUMBERS):
-            forms += [f"{NUMBERS[count]} {many}", f"{NUMBERS[count]} big {many}"]
+        if count < len(self._numbers):
+            forms += [f"{self._numbers[count]} {many}", f"{self._numbers[count]} big {many}"]
         if count > 3:
             young = 1 + dice.below(count // 2)
             forms.append(f"{count} {many}, {young} of them young,")
@@ -243,15 +240,15 @@ class Notes:
         twelve = (hour - 1) % 12 + 1
         forms = [f"at {twelve}.{minute:02} {half}", f"at {twelve}:{minute:02}{half}", f"at {self._clock(hour, minute)}"]
         if minute == 0:
-            forms = [f"at noon"] if hour == 12 else [f"at {twelve} {half}", f"at {NUMBERS[twelve]} {part}"]
+            forms = ["at noon"] if hour == 12 else [f"at {twelve} {half}", f"at {self._numbers[twelve]} {part}"]
         if minute in (15, 30):
-            forms.append(f"at {'quarter' if minute == 15 else 'half'} past {NUMBERS[twelve]} {part}")
+            forms.append(f"at {'quarter' if minute == 15 else 'half'} past {self._numbers[twelve]} {part}")
         if minute == 45 and hour != 11:
-            forms.append(f"at quarter to {NUMBERS[twelve % 12 + 1]} {part}")
+            forms.append(f"at quarter to {self._numbers[twelve % 12 + 1]} {part}")
         return self._dice.pick(forms)
 
     def _aside(self, *, with_place: bool, with_time: bool) -> str:
-        """Something else. Another place or hour is named only where the note gives its own, so that none is mistaken."""
+        """Something else. It names a place or an hour only where the sighting has one of its own to tell it from."""
         kinds = ["plain", "plain", "plain"] + ["with_place"] * with_place + ["with_time"] * with_time
         return self._dice.pick(self._own["aside"][self._dice.pick(kinds)])
 
@@ -276,7 +273,7 @@ class Notes:
 
     def _typo(self, text: str) -> str:
         """Two neighbouring inner letters of one word of five or more changed about, outside slots."""
-        words = [m for m in re.finditer(r"(?<![{\w])[A-Za-z]{5,}(?![}\w])", text)]
+        words = list(re.finditer(r"(?<![{\w])[A-Za-z]{5,}(?![}\w])", text))
         if not words:
             return text
         word = self._dice.pick(words)
