@@ -52,7 +52,8 @@ def snapshot(repo_id: str, revision: str | None, report: ProgressCallback) -> tu
         ) from error
     except hub.LocalEntryNotFoundError as error:
         why = "offline mode is on (HF_HUB_OFFLINE)" if HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise ModelError(f"{repo_id} is not on this machine, and {why}", hint=_hint(repo_id)) from error
+        hint = _hint(repo_id) or "connect and run again, or name a folder or .gguf file that is here"
+        raise ModelError(f"{repo_id} is not on this machine, and {why}", hint=hint) from error
     except (hub.HfHubHTTPError, OSError) as error:
         raise ModelError(
             f"{repo_id} could not be downloaded: {error}", hint="run again: it goes on from there"
