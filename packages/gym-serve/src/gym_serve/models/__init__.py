@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gym_serve.models.adapters import AdapterInfo, inspect_adapter, load_adapter
-    from gym_serve.models.cache import cache_dir
     from gym_serve.models.load import load_model
     from gym_serve.models.progress import ProgressCallback
     from gym_serve.models.resolution import ResolvedModel, resolve
@@ -18,7 +17,6 @@ _HOMES = {
     "AdapterInfo": "adapters",
     "inspect_adapter": "adapters",
     "load_adapter": "adapters",
-    "cache_dir": "cache",
     "load_model": "load",
     "ProgressCallback": "progress",
     "ResolvedModel": "resolution",
@@ -29,7 +27,6 @@ __all__ = [
     "AdapterInfo",
     "ProgressCallback",
     "ResolvedModel",
-    "cache_dir",
     "inspect_adapter",
     "load_adapter",
     "load_model",

@@ -16,16 +16,6 @@ from pathlib import Path
 from filelock import FileLock
 
 
-def cache_dir() -> Path:
-    """`GYM_CACHE_DIR`, or the user's cache folder (`~/.cache/gym` on Linux). Everything in it can be deleted."""
-    override = os.environ.get("GYM_CACHE_DIR")
-    if override:
-        return Path(override).expanduser().absolute()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("gym", appauthor=False)
-
-
 def file_sha256(path: Path) -> str:
     """The hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gym_sdk.errors import MissingExtra, ModelError
-from gym_serve.models.cache import cache_dir, file_sha256, make_once
+from gym_sdk.folders import cache_dir
+from gym_serve.models.cache import file_sha256, make_once
 from gym_serve.models.gguf_config import ARCHITECTURES, hugging_face_config, weight_name
 from gym_serve.models.gguf_tokenizer import build_tokenizer
 from gym_serve.models.progress import ProgressCallback, human_size

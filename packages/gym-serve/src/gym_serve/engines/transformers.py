@@ -1,0 +1,417 @@
+"""The embedded engine: continuous batching of a transformers model by slots, base and adapters together.
+
+Each step runs the model once, on one packed row: the next token of every decoding request, then as many prompt tokens
+as the step's budget allows. Requests join and leave between steps. See `slots` for the cache and attention, `lora` for
+adapters, `sampling` for how tokens are drawn, and `scheduler` for who gets a slot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AttentionInterface
+
+from gym_sdk.errors import GymError, ModelError
+from gym_serve.engines.base import (
+    EngineError,
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    PromptTooLong,
+    RequestRefused,
+    Token,
+    TokenStream,
+)
+from gym_serve.engines.lora import AdapterBank
+from gym_serve.engines.sampling import RowSampler, sample
+from gym_serve.engines.scheduler import Running, Scheduler, StepPlan
+from gym_serve.engines.slots import ATTENTION, GROWTH_TOKENS, Segment, SlotCache, StepLayout, attend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+AttentionInterface.register(ATTENTION, attend)
+
+DEFAULT_MAX_SLOTS = 16
+DEFAULT_STEP_TOKENS = 512
+"""Prompt tokens a step: what a prompt of another request can delay the next token by."""
+
+
+class TransformersEngine:
+    """An `Engine` on a loaded transformers model, on a processor or one GPU, run by a thread of its own.
+
+    The model is used in place, in evaluation mode, and given back as it was by `close`. A peft model may be given too:
+    its active adapter then acts on every request.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_slots: int = DEFAULT_MAX_SLOTS,
+        step_tokens: int = DEFAULT_STEP_TOKENS,
+        context_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+    ) -> None:
+        """Args:
+            model: a causal language model whose attention layers are standard ones.
+            max_slots: the most requests that run at once.
+            step_tokens: the most prompt tokens in a step.
+            context_length: at most the model's own, which is the default.
+            kv_cache_bytes: the most memory of keys and values; 40% of what is free when not given.
+
+        Raises:
+            ModelError: the model's attention cannot be run by slots.
+        """
+        self._model = model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._base: PreTrainedModel = base
+        text_config = base.config.get_text_config()
+        self._context_length = min(context_length or 2**31, int(text_config.max_position_embeddings))
+        self._device = next(base.parameters()).device
+        self._dtype = base.dtype
+        self._was_training = model.training
+        self._attention_before = base.config._attn_implementation
+        _check_layers(base)
+        model.eval()
+        base.set_attn_implementation(ATTENTION)
+        try:
+            bytes_per_token = self._measure()
+        except BaseException:
+            self._give_back()
+            raise
+        budget = kv_cache_bytes if kv_cache_bytes is not None else int(0.4 * _free_bytes(self._device))
+        max_tokens = max(budget // bytes_per_token, GROWTH_TOKENS)
+        self._context_length = min(self._context_length, max_tokens)
+        self._cache = SlotCache(max_slots=max_slots, max_tokens=max_tokens)
+        self._bank = AdapterBank(base)
+        self._scheduler = Scheduler(self._cache, max_slots=max_slots, step_tokens=step_tokens)
+        self._counts = {"prompt": 0, "generated": 0, "steps": 0}
+        self._pinned: dict[str, int] = {}
+        """Requests that hold an adapter, by content id."""
+        self._unloading: set[str] = set()
+
+        self._changed = threading.Condition()
+        self._arrived: list[Running] = []
+        self._aborted: set[str] = set()
+        self._calls: list[tuple[Callable[[], object], Future[object]]] = []
+        self._closing = False
+        self._failed: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="gym-engine", daemon=True)
+        self._thread.start()
+
+    # What callers see, from any thread
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        with self._changed:
+            return self._bank.content_ids - self._unloading
+
+    def submit(self, request: GenerationRequest) -> TokenStream:
+        """Queue a request. See `Engine.submit`."""
+        self._check(request)
+        stream = TokenStream(request, self.abort)
+        running = Running(
+            request=request,
+            stream=stream,
+            sampler=RowSampler(request.sampling, request.prompt_ids, self._device),
+            matcher=self._matcher(request),
+            max_tokens=min(request.max_tokens or 2**31, self._context_length - len(request.prompt_ids)),
+        )
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if request.adapter is not None:
+                if request.adapter not in self._bank.content_ids or request.adapter in self._unloading:
+                    raise RequestRefused(f"no adapter {request.adapter} is loaded")
+                self._pinned[request.adapter] = self._pinned.get(request.adapter, 0) + 1
+            self._arrived.append(running)
+            self._changed.notify_all()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request within a step. See `Engine.abort`."""
+        with self._changed:
+            self._aborted.add(request_id)
+            self._changed.notify_all()
+
+    def load_adapter(self, folder: Path) -> str:
+        """Load an adapter. See `Engine.load_adapter`."""
+        adapter = self._bank.read(folder)
+
+        def add() -> None:
+            self._unloading.discard(adapter.content_id)
+            if adapter.content_id not in self._bank.content_ids:
+                self._bank.add(adapter)
+
+        self._call(add)
+        return adapter.content_id
+
+    def unload_adapter(self, adapter: str) -> None:
+        """Forget an adapter when its last request ends. See `Engine.unload_adapter`."""
+
+        def remove() -> None:
+            if self._pinned.get(adapter):
+                self._unloading.add(adapter)
+            else:
+                self._bank.remove(adapter)
+
+        self._call(remove)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        with self._changed:
+            arrived = len(self._arrived)
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + arrived,
+            kv_used_tokens=sum(running.length for running in list(scheduler.running)),
+            kv_capacity_tokens=self._cache.max_tokens,
+            num_prompt_tokens=self._counts["prompt"],
+            num_generated_tokens=self._counts["generated"],
+            num_steps=self._counts["steps"],
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def close(self) -> None:
+        """End every stream and give the model back. See `Engine.close`."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._bank.close()
+        self._give_back()
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Checks before a request is queued
+
+    def _check(self, request: GenerationRequest) -> None:
+        num_prompt_tokens = len(request.prompt_ids)
+        if num_prompt_tokens == 0:
+            raise RequestRefused("the prompt is empty", hint="give at least one token")
+        if num_prompt_tokens >= self._context_length:
+            raise PromptTooLong(num_prompt_tokens, self._context_length)
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestRefused(f"max_tokens is {request.max_tokens}; it is at least 1")
+        vocab_size = self._base.config.get_text_config().vocab_size
+        wrong = next((i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size), None)
+        if wrong is not None:
+            raise RequestRefused(f"token id {wrong} is not in the vocabulary of {vocab_size}")
+
+    def _matcher(self, request: GenerationRequest) -> None:
+        return None
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(self._has_work)
+                    arrived, self._arrived = self._arrived, []
+                    aborted, self._aborted = self._aborted, set()
+                    calls, self._calls = self._calls, []
+                    closing = self._closing
+                self._scheduler.waiting.extend(arrived)
+                for call, result in calls:
+                    _answer(call, result)
+                for running in [*self._scheduler.running, *self._scheduler.waiting]:
+                    if closing or running.request.id in aborted:
+                        self._finish(running, Finish("abort", running.num_prompt_tokens, running.num_generated))
+                if closing:
+                    return
+                try:
+                    self._step()
+                except Exception as error:
+                    logger.exception("engine step failed")
+                    self._fail(error)
+                    if isinstance(error, GymError) or not isinstance(error, torch.OutOfMemoryError):
+                        return
+
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        return bool(
+            self._arrived or self._calls or self._closing or self._aborted or scheduler.running or scheduler.waiting
+        )
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if not plan.rows:
+            return
+        logits_NV = self._forward(plan)
+        sampled = [row.running for row in plan.rows if row.completes]
+        self._counts["steps"] += 1
+        self._counts["prompt"] += plan.num_prompt_tokens
+        if not sampled:
+            return
+        tokens = sample(
+            logits_NV.float(),
+            [running.sampler for running in sampled],
+            [running.request.top_logprobs for running in sampled],
+        )
+        self._counts["generated"] += len(tokens)
+        for running, token in zip(sampled, tokens, strict=True):
+            self._deliver(running, token)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Run the model on a step's packed row; the logits [N, V] of the rows that are complete."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        segments: list[Segment] = []
+        last: list[int] = []
+        runs: list[tuple[str | None, int]] = []
+        for row in plan.rows:
+            begin = len(ids)
+            ids.extend(row.ids)
+            positions.extend(range(row.start, row.start + len(row.ids)))
+            slots.extend([row.slot] * len(row.ids))
+            runs.append((row.running.request.adapter, len(row.ids)))
+            if not row.decodes:
+                segments.append(Segment(row.slot, begin, len(ids), row.start))
+            if row.completes:
+                last.append(len(ids) - 1)
+        device = self._device
+        positions_T = torch.tensor(positions, device=device)
+        layout = StepLayout(
+            cache=self._cache,
+            num_decoding=plan.num_decoding,
+            segments=segments,
+            slots_T=torch.tensor(slots, device=device),
+            positions_T=positions_T,
+            longest=max(positions[: plan.num_decoding], default=0) + 1,
+            dtype=self._dtype,
+        )
+        self._bank.begin_step(runs)
+        output = self._base(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=positions_T[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(last or [0], device=device),
+            step_layout=layout,
+        )
+        return output.logits[0]
+
+    def _deliver(self, running: Running, token: Token) -> None:
+        running.append(token.id)
+        request = running.request
+        reason = None
+        if token.id in request.stop_ids:
+            reason = "stop"
+        elif running.num_generated >= running.max_tokens:
+            reason = "length"
+        if reason is None:
+            running.stream.put([token])
+            return
+        self._finish(running, token, Finish(reason, running.num_prompt_tokens, running.num_generated))
+
+    def _finish(self, running: Running, *items: Token | Finish | GymError) -> None:
+        self._scheduler.remove(running)
+        adapter = running.request.adapter
+        if adapter is not None:
+            with self._changed:
+                self._pinned[adapter] -= 1
+                if not self._pinned[adapter]:
+                    del self._pinned[adapter]
+                    if adapter in self._unloading:
+                        self._unloading.discard(adapter)
+                        self._bank.remove(adapter)
+        running.stream.put(items)
+
+    def _fail(self, error: Exception) -> None:
+        """End every request with the error. Out of memory is survived; anything else is not."""
+        kind = "ran out of memory" if isinstance(error, torch.OutOfMemoryError) else f"failed: {error}"
+        failure = EngineError(f"the engine {kind}", hint="send the request again")
+        fatal = not isinstance(error, torch.OutOfMemoryError)
+        with self._changed:
+            if fatal:
+                self._failed = failure
+            arrived, self._arrived = self._arrived, []
+            calls, self._calls = self._calls, []
+        self._scheduler.waiting.extend(arrived)
+        for running in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._finish(running, failure)
+        for _, result in calls:
+            result.set_exception(failure)
+
+    def _call(self, call: Callable[[], object]) -> None:
+        """Run something between two steps, in the engine's thread, and wait for it."""
+        result: Future[object] = Future()
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            if self._closing:
+                raise EngineError("the engine is closed")
+            self._calls.append((call, result))
+            self._changed.notify_all()
+        result.result()
+
+    # The model
+
+    def _measure(self) -> int:
+        """The bytes of one cached position, from a step of one token; also shows that attention arrives here."""
+        cache = SlotCache(max_slots=1, max_tokens=GROWTH_TOKENS)
+        cache.reserve(1, 1)
+        zero = torch.zeros(1, dtype=torch.long, device=self._device)
+        layout = StepLayout(
+            cache=cache, num_decoding=1, segments=[], slots_T=zero, positions_T=zero, longest=1, dtype=self._dtype
+        )
+        with torch.inference_mode():
+            self._base(
+                input_ids=zero[None], position_ids=zero[None], use_cache=False, logits_to_keep=zero, step_layout=layout
+            )
+        if not cache.measure():
+            raise ModelError(f"{type(self._base).__name__} does not attend through transformers' attention interface")
+        return cache.measure()
+
+    def _give_back(self) -> None:
+        self._base.set_attn_implementation(self._attention_before)
+        self._model.train(self._was_training)
+
+
+def _answer(call: Callable[[], object], result: Future[object]) -> None:
+    try:
+        result.set_result(call())
+    except Exception as error:  # noqa: BLE001  (belongs to the caller)
+        result.set_exception(error)
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse models with layers that keep a state other than keys and values, which slots do not hold."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ModelError(
+            f"{type(model).__name__} has {other[0]} layers, which the embedded engine does not run",
+            hint="serve it with the vllm engine",
+        )
+    if not model._supports_attention_backend:
+        raise ModelError(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
