@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 
 from gym_data.encoding.tokenizer import Tokenizer
-from gym_data.record import Record
-from gym_data.rendering.renderer import ChatRenderer, Encoded
+from gym_data.preparing.assemble import SourceStore, held_out, is_in, write_training
+from gym_data.preparing.batch import EncodedBatch, encode_chunk
+from gym_data.preparing.documents import Objective, RowEncoder, template_of
 from gym_data.report import DataReport, Dropped, LengthStats, Sample, SampleToken
-from gym_data.sources.records import read_records
-from gym_data.store.cache import cache_key, cached_folder, file_sha256
-from gym_data.store.read import TokenStore
-from gym_data.store.write import StoreWriter
-from gym_sdk.errors import DataError
+from gym_data.sources.inputs import open_input
+from gym_data.sources.records import RecordReader
+from gym_data.store.cache import cache_key, cached_folder
+from gym_data.store.read import DocumentRole, TokenStore
+from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSource, DataSpec
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised whenever the same input prepares differently."""
 
 Progress = Callable[[str, int, int | None], None]
-"""`(stage, rows done, rows in all if known)`."""
+"""`(stage, done, in all if known)`: files for the stage `fingerprint`, rows for `prepare`."""
 
 NUM_SAMPLES = 3
 
@@ -47,12 +48,14 @@ def prepare(
     *,
     cache_dir: str | Path,
     seed: int,
+    objective: Objective | None = None,
     on_progress: Progress | None = None,
 ) -> Prepared:
     """Reads, renders, masks and tokenises the data of a run with the tokenizer in `folder`.
 
-    The result is kept in `cache_dir` under a key of everything that it depends on: the bytes of the files, tokenizer
-    and template, the options, the seed and the version of this code.
+    `objective` says what the rows must be fit for; rows of another kind are an error before anything is trained. The
+    result is kept in `cache_dir` under a key of everything that it depends on: the bytes of the files, tokenizer and
+    template, the options, the seed and the version of this code.
     """
     tokenizer = Tokenizer.from_folder(folder)
     progress = on_progress or (lambda stage, done, total: None)
@@ -60,150 +63,179 @@ def prepare(
     digests = []
     for index, source in enumerate(sources):
         progress("fingerprint", index, len(sources))
-        path = Path(source.source).expanduser()
-        if not path.is_file():
-            next(read_records(source))  # raises what is wrong with it
-        digests.append(file_sha256(path))
-    key = cache_key(CODE_VERSION, data.model_dump(mode="json"), digests, tokenizer.sha256, seed)
-    built, was_there = cached_folder(
-        Path(cache_dir) / "prepared", key, lambda target: _build(target, data, tokenizer, seed, key, digests, progress)
-    )
+        digests.append(open_input(source).digest())
+    options = data.model_dump(mode="json", exclude={"num_workers", "packing"})
+    key = cache_key(CODE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed)
+    build = _Build(data, tokenizer, objective, seed, key, digests, progress)
+    built, was_there = cached_folder(Path(cache_dir) / "prepared", key, build.run)
     report = DataReport.from_json((built / "report.json").read_bytes())
     report.from_cache = was_there
     train = TokenStore(built / "train")
-    held_out = TokenStore(built / "eval") if (built / "eval").is_dir() else None
-    return Prepared(train, held_out, report, built)
+    evaluation = TokenStore(built / "eval") if (built / "eval").is_dir() else None
+    return Prepared(train, evaluation, report, built)
 
 
-def _build(
-    target: Path,
-    data: DataSpec,
-    tokenizer: Tokenizer,
-    seed: int,
-    key: str,
-    digests: list[str],
-    progress: Progress,
-) -> None:
-    renderer = ChatRenderer(tokenizer)
-    report = DataReport(fingerprint=key)
-    target.mkdir(parents=True)
-    with StoreWriter(target / "all") as everything:
-        hashes: list[bytes] = []
-        for source in data.train:
-            for encoded, record in _encoded(source, data, renderer, report, progress):
-                hashes.append(_content_hash(encoded))
-                everything.add(encoded.ids, encoded.loss_mask, record.source.row if record.source else 0)
-    _require_rows(report, data, len(hashes))
-    held_out = _held_out(hashes, data.eval.split, seed)
-    with StoreWriter(target / "train") as train_writer:
-        for index, document in enumerate(TokenStore(target / "all")):
-            if not held_out[index]:
-                train_writer.add(document.ids, document.loss_mask, document.row)
-    if held_out.any() or data.eval.sources:
-        with StoreWriter(target / "eval") as eval_writer:
-            for index, document in enumerate(TokenStore(target / "all")):
-                if held_out[index]:
-                    eval_writer.add(document.ids, document.loss_mask, document.row)
-            train_hashes = {digest for digest, out in zip(hashes, held_out, strict=True) if not out}
-            for source in data.eval.sources:
-                for encoded, record in _encoded(source, data, renderer, report, progress):
-                    if _content_hash(encoded) in train_hashes:
-                        report.drop("an evaluation row that is also a training row", _place(record))
-                    else:
-                        eval_writer.add(encoded.ids, encoded.loss_mask, record.source.row if record.source else 0)
-            report.rows_eval = len(eval_writer)
-    for name in ("tokens", "loss_mask", "offsets", "rows"):
-        (target / "all" / f"{name}.bin").unlink()
-    (target / "all" / "store.json").unlink()
-    (target / "all").rmdir()
-    train = TokenStore(target / "train")
-    report.rows_train = len(train)
-    report.tokens, report.trained_tokens = train.num_tokens, train.num_trained_tokens
-    report.lengths = LengthStats.of(train.lengths)
-    report.samples = [sample_of(train[i].ids, train[i].loss_mask, tokenizer, str(train[i].row)) for i in _shown(train)]
-    report.sources = [
-        {"source": source.source, "sha256": digest}
-        for source, digest in zip([*data.train, *data.eval.sources], digests, strict=True)
-    ]
-    report.write(target)
+class _Build:
+    """One preparation, into a folder of its own."""
+
+    def __init__(
+        self,
+        data: DataSpec,
+        tokenizer: Tokenizer,
+        objective: Objective | None,
+        seed: int,
+        key: str,
+        digests: list[str],
+        progress: Progress,
+    ) -> None:
+        self.data = data
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.digests = digests
+        self.progress = progress
+        self.encoder = RowEncoder(tokenizer, data, objective)
+        self.report = DataReport(fingerprint=key)
+        self._objectives: set[str] = set()
+
+    def run(self, target: Path) -> None:
+        target.mkdir(parents=True)
+        report = self.report
+        read = [self._read(target / f"source-{i}", source) for i, source in enumerate(self.data.train)]
+        self._require_rows(sum(len(source.hashes) for source in read))
+        every = np.concatenate([source.hashes for source in read])
+        out = held_out(every, self.data.eval.split)
+        edges = np.cumsum([0, *(len(source.hashes) for source in read)])
+        kept = [~out[a:b] for a, b in pairwise(edges)]
+        self._write_eval(target, read, kept, every[~out])
+        weights = [source.weight for source in self.data.train]
+        write_training(target / "train", list(zip(read, kept, weights, strict=True)), self.seed)
+        for folder in target.glob("source-*"):
+            shutil.rmtree(folder)
+        train = TokenStore(target / "train")
+        report.rows_train -= report.rows_eval_split
+        report.tokens, report.trained_tokens = train.num_tokens, train.num_trained_tokens
+        report.lengths = LengthStats.of(train.lengths)
+        report.samples = [self._sample(train, index) for index in _shown(train)]
+        report.objective = next(iter(self._objectives))
+        self._check_labels(train)
+        report.write(target)
+
+    def _read(self, folder: Path, source: DataSource) -> SourceStore:
+        return SourceStore(folder, self._batches(source, is_eval=False))
+
+    def _batches(self, source: DataSource, *, is_eval: bool) -> Iterator[EncodedBatch]:
+        """The encoded chunks of a source, with their counts in the report."""
+        opened = open_input(source)
+        reader = RecordReader(source)
+        salt = self.seed.to_bytes(8, "little")
+        expected: str | None = None
+        chunks = opened.chunks()
+        rows = 0
+        for chunk in chunks:
+            batch = encode_chunk(chunk, source, expected, self.encoder, salt)
+            for name, seen in batch.formats.items():
+                reader.merge(name, seen)
+            if reader.is_mixed:
+                for rest in chunks:
+                    reader.scan(rest)
+                reader.raise_mixed()
+            expected = next(iter(reader.seen), None)
+            rows += batch.num_rows
+            self._count(batch, is_eval)
+            self.progress("prepare", self.report.rows_in, None)
+            yield batch
+        reader.check_not_empty()
+        index = len(self.report.sources)
+        self.report.sources.append(
+            {
+                "source": source.source,
+                "format": expected,
+                "rows": rows,
+                "sha256": self.digests[index],
+                "weight": source.weight,
+            }
+        )
+
+    def _count(self, batch: EncodedBatch, is_eval: bool) -> None:
+        report = self.report
+        report.rows_in += batch.num_rows
+        report.rows_truncated += batch.num_truncated
+        report.rows_without_stop += batch.num_without_stop
+        if is_eval:
+            report.rows_eval += batch.num_used
+        else:
+            report.rows_train += batch.num_used
+        for counted, into in ((batch.dropped, report.dropped), (batch.left_out, report.left_out)):
+            for reason, seen in counted.items():
+                into.setdefault(reason, Dropped()).merge(seen.count, seen.lines)
+        self._objectives |= batch.objectives.keys()
+        if len(self._objectives) > 1:
+            kinds = " and ".join(sorted(self._objectives))
+            raise DataError(f"rows for different objectives: {kinds}", hint="A run trains rows of one kind.")
+
+    def _write_eval(self, target: Path, read: list[SourceStore], kept: list[Any], training: Any) -> None:
+        from gym_data.store.write import StoreWriter
+
+        if not self.data.eval.sources and all(keep.all() for keep in kept):
+            return
+        with StoreWriter(target / "eval") as writer:
+            for source, keep in zip(read, kept, strict=True):
+                store = source.store
+                writer.add_groups(store, np.flatnonzero(~keep))
+                # Rows of text may be several groups; a row counts as held out when its last piece is.
+                self.report.rows_eval_split += _num_rows(store, ~keep)
+            self.report.rows_eval += self.report.rows_eval_split
+            for index, spec in enumerate(self.data.eval.sources):
+                source = SourceStore(target / f"source-eval-{index}", self._batches(spec, is_eval=True))
+                repeated = is_in(source.hashes, training)
+                writer.add_groups(source.store, np.flatnonzero(~repeated))
+                rows = source.store.rows[source.store.groups[:-1]][repeated]
+                for row in rows:
+                    self.report.drop("an evaluation row that is also a training row", f"{spec.source}:{row}")
+                self.report.rows_eval -= len(rows)
+
+    def _require_rows(self, groups: int) -> None:
+        if groups:
+            return
+        reasons = "; ".join(f"{dropped.count} rows: {reason}" for reason, dropped in self.report.dropped.items())
+        raise DataError(
+            f"no training row is left of {self.report.rows_in} ({reasons})",
+            where=Where(file=self.data.train[0].source),
+            hint=f"Raise data.max_length (now {self.data.max_length}), or check which turns the rows train.",
+        )
+
+    def _check_labels(self, train: TokenStore) -> None:
+        if self.report.objective != "unpaired":
+            return
+        good = int(np.count_nonzero(train.roles == DocumentRole.DESIRABLE))
+        self.report.labels = {"desirable": good, "undesirable": len(train) - good}
+        if good in (0, len(train)):
+            raise DataError(
+                f"all {len(train)} labels are {'true' if good else 'false'}: KTO learns from good and bad answers",
+                where=Where(file=self.data.train[0].source),
+                hint="Add rows of the other kind, or fine-tune on the good answers (method: {kind: sft}).",
+            )
+
+    def _sample(self, train: TokenStore, index: int) -> Sample:
+        document = train[index]
+        return sample_of(document.ids, document.loss_mask, self.tokenizer, f"row {document.row}")
 
 
-def _encoded(
-    source: DataSource, data: DataSpec, renderer: ChatRenderer, report: DataReport, progress: Progress
-) -> Iterator[tuple[Encoded, Record]]:
-    for record in read_records(source):
-        report.rows_in += 1
-        if report.rows_in % 256 == 0:
-            progress("prepare", report.rows_in, None)
-        chat = renderer.render_training(record, data.train_on)
-        encoded = renderer.encode_rendered(chat, record)
-        for field in chat.left_out:
-            name = field.split(".", 1)[1]
-            report.left_out.setdefault(name, Dropped()).add(_place(record))
-        if not encoded.loss_mask.any():
-            report.drop("no trained token", _place(record))
-            continue
-        if len(encoded.ids) > data.max_length:
-            if data.overflow == "drop":
-                report.drop(f"longer than max_length {data.max_length}", _place(record))
-                continue
-            encoded = Encoded(encoded.ids[: data.max_length], encoded.loss_mask[: data.max_length])
-            if not encoded.loss_mask.any():
-                report.drop(f"no trained token within max_length {data.max_length}", _place(record))
-                continue
-            report.rows_truncated += 1
-        yield encoded, record
-
-
-def _place(record: Record) -> str:
-    return f"{record.source.uri}:{record.source.row}" if record.source else "?"
-
-
-def _content_hash(encoded: Encoded) -> bytes:
-    return hashlib.blake2b(encoded.ids.tobytes(), digest_size=16).digest()
-
-
-def _require_rows(report: DataReport, data: DataSpec, used: int) -> None:
-    if used:
-        return
-    reasons = "; ".join(f"{dropped.count} rows: {reason}" for reason, dropped in report.dropped.items())
-    raise DataError(
-        f"no training row is left of {report.rows_in} ({reasons})",
-        hint=f"Raise data.max_length (now {data.max_length}), or check which turns the rows train.",
-    )
-
-
-def _held_out(hashes: list[bytes], share: float | None, seed: int) -> Any:
-    """[N] bool: whole groups of equal rows, in an order of content and seed, until the share is reached."""
-    out = np.zeros(len(hashes), bool)
-    if not share:
-        return out
-    groups: dict[bytes, list[int]] = {}
-    for index, digest in enumerate(hashes):
-        groups.setdefault(digest, []).append(index)
-    if len(groups) < 2:
-        raise DataError("there is nothing to hold out: all rows are equal", hint="Drop data.eval.split or add rows.")
-    salt = seed.to_bytes(8, "little")
-    order = sorted(groups, key=lambda digest: hashlib.blake2b(digest, key=salt, digest_size=16).digest())
-    wanted = max(1, round(share * len(hashes)))
-    taken = 0
-    for digest in order[: len(groups) - 1]:
-        if taken >= wanted:
-            break
-        out[groups[digest]] = True
-        taken += len(groups[digest])
-    return out
+def _num_rows(store: TokenStore, chosen: Any) -> int:
+    """How many distinct rows the chosen groups came from."""
+    rows = store.rows[store.groups[:-1]][chosen]
+    return int(np.count_nonzero(np.diff(rows, prepend=-1)))
 
 
 def _shown(store: TokenStore) -> list[int]:
-    """The shortest, a median and a long row: what goes wrong with masks shows at different lengths."""
+    """A short, a median and a long document: what goes wrong with masks shows at different lengths."""
     order = np.argsort(store.lengths, kind="stable")
     picks = [0, len(order) // 2, int(len(order) * 0.9)]
     return list(dict.fromkeys(int(order[pick]) for pick in picks))[:NUM_SAMPLES]
 
 
 def sample_of(ids: Any, loss_mask: Any, tokenizer: Tokenizer, place: str) -> Sample:
-    """A row's text in stretches of trained and untrained tokens."""
+    """A document's text in stretches of trained and untrained tokens."""
     edges = [0, *(np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1), len(ids)]
     stretches = [SampleToken(tokenizer.decode(ids[a:b]), bool(loss_mask[a])) for a, b in pairwise(edges) if b > a]
     return Sample(place, tuple(stretches))

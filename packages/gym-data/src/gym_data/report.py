@@ -23,9 +23,12 @@ class Dropped:
 
     def add(self, place: str) -> None:
         """Counts one row."""
-        self.count += 1
-        if len(self.lines) < MAX_LISTED_LINES:
-            self.lines.append(place)
+        self.merge(1, [place])
+
+    def merge(self, count: int, places: list[str]) -> None:
+        """Counts several rows."""
+        self.count += count
+        self.lines += places[: max(0, MAX_LISTED_LINES - len(self.lines))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,17 @@ class DataReport:
     """The account of a preparation. Rows in = used for training + used for evaluation + dropped."""
 
     fingerprint: str = ""
+    objective: str = "sft"
+    """What the rows are fit for: `sft`, `preference` or `unpaired`."""
     rows_in: int = 0
     rows_train: int = 0
     rows_eval: int = 0
+    rows_eval_split: int = 0
+    """Of the evaluation rows, those that were held out of the training sources."""
     rows_truncated: int = 0
+    rows_without_stop: int = 0
+    """Rows with an answer after which the chat template writes no stop token."""
+    labels: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, Dropped] = field(default_factory=dict)
     tokens: int = 0
     trained_tokens: int = 0

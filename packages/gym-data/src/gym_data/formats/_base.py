@@ -19,6 +19,9 @@ class Format(Protocol):
     signature: str
     """The keys by which it is recognised, for messages."""
 
+    fields: tuple[str, ...]
+    """The keys that it reads; the rest of a row is carried along."""
+
     def matches(self, row: Row) -> bool:
         """Whether a row has this shape, by its keys and their types."""
         ...

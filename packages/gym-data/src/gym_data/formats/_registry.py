@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 
 from gym_data.formats._base import Format, Row
 from gym_data.formats.alpaca import Alpaca
 from gym_data.formats.openai import OpenAI
+from gym_data.formats.openai_preference import OpenAIPreference
+from gym_data.formats.preference import Preference
+from gym_data.formats.prompt import OpenAIReinforcement, Prompt
 from gym_data.formats.prompt_completion import PromptCompletion
+from gym_data.formats.sharegpt import ShareGPT
+from gym_data.formats.stepwise import Stepwise
+from gym_data.formats.text import Text
+from gym_data.formats.tokens import Tokens
+from gym_data.formats.unpaired import Unpaired
 from gym_sdk.errors import DataError
 
-_OWN: tuple[type[Format], ...] = (OpenAI, PromptCompletion, Alpaca)
+_OWN: tuple[type[Format], ...] = (
+    Tokens,
+    OpenAIPreference,
+    ShareGPT,
+    Alpaca,
+    Preference,
+    Unpaired,
+    Stepwise,
+    OpenAI,
+    OpenAIReinforcement,
+    PromptCompletion,
+    Prompt,
+    Text,
+)
 """In order of detection: the first whose signature a row has."""
 
 
@@ -29,7 +51,11 @@ def format_named(name: str) -> Format:
     try:
         return formats()[name]
     except KeyError:
-        raise DataError(f"unknown format {name!r}; known are {', '.join(formats())}") from None
+        near = get_close_matches(name, formats(), 1)
+        raise DataError(
+            f"unknown format {name!r}; known are {', '.join(formats())}",
+            hint=f"Did you mean {near[0]!r}?" if near else None,
+        ) from None
 
 
 def detect(row: Row) -> Format | None:

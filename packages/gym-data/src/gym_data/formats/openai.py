@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from gym_data._json import dumps, loads
 from gym_data.formats._base import Row, RowError, type_name
-from gym_data.formats._meta import dump, dump_meta, dump_optional, load_meta
+from gym_data.formats._meta import dump_meta, dump_optional, load_meta
 from gym_data.record import ROLES, Candidate, Message, Part, Record, Role, Source, ToolCall
 
 Hints = dict[str, Any]
@@ -30,15 +31,16 @@ class OpenAI:
 
     name = "openai"
     signature = "messages"
+    fields = ("messages", "tools")
 
     def matches(self, row: Row) -> bool:
-        messages = row.get("messages")
-        return (
-            isinstance(messages, list)
-            and bool(messages)
-            and all(isinstance(m, dict) and "role" in m for m in messages)
-            and not {"chosen", "rejected", "label", "prompt"} & row.keys()
-        )
+        if not has_messages(row):
+            return False
+        messages = row["messages"]
+        if messages[-1]["role"] == "assistant":
+            return True
+        # Ending otherwise, it is a prompt to sample from, unless it has answers and nothing to grade them by.
+        return any(message["role"] == "assistant" for message in messages) and row.keys() <= {"messages", "tools"}
 
     def to_record(self, row: Row, source: Source) -> Record:
         messages, hints = messages_from_openai(row.get("messages"), "messages")
@@ -61,10 +63,21 @@ class OpenAI:
         meta = load_meta(record.meta_json)
         row: Row = {"messages": messages_to_openai(record.messages, meta.get("messages", {}))}
         if record.tools_json is not None:
-            row["tools"] = load_json(record.tools_json)
+            row["tools"] = loads(record.tools_json)
         elif meta.get("null_tools"):
             row["tools"] = None
         return {**row, **meta.get("extra", {})}
+
+
+def has_messages(row: Row) -> bool:
+    """Whether the row is built around OpenAI messages."""
+    messages = row.get("messages")
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+        and not {"chosen", "rejected", "label", "kto_tag", "prompt"} & row.keys()
+    )
 
 
 def split_answer(messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Candidate, ...]]:
@@ -107,7 +120,10 @@ def message_from_openai(item: Any, path: str = "message") -> tuple[Message, Hint
     if role not in ROLES:
         raise RowError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}", f"{path}.role")
     parts: list[Part] = []
-    reasoning_keys = [key for key in _REASONING_KEYS if isinstance(item.get(key), str)]
+    reasoning_keys = [key for key in _REASONING_KEYS if item.get(key) is not None]
+    for key in reasoning_keys:
+        if not isinstance(item[key], str):
+            raise RowError(f"{key} must be text, not {type_name(item[key])}", f"{path}.{key}")
     if reasoning_keys:
         if len({item[key] for key in reasoning_keys}) > 1:
             raise RowError("two reasoning fields that differ", f"{path}.{reasoning_keys[1]}")
@@ -143,16 +159,17 @@ def message_to_openai(message: Message, hint: Hints | None = None) -> Row:
     """The OpenAI form of a message."""
     hint = hint or {}
     item: Row = {"role": hint.get("role", message.role)}
-    if message.reasoning is not None:
+    reasoning = [part for part in message.parts if part.type == "reasoning"]
+    if reasoning := reasoning[: len(reasoning) - hint.get("listed_reasoning", 0)]:
         for key in hint.get("reasoning", ["reasoning_content"]):
-            item[key] = message.reasoning
+            item[key] = "".join(part.text or "" for part in reasoning)
     content = [part for part in message.parts if part.type in ("text", "image", "audio", "video")]
     in_list = hint.get("refusals", [])
     content += [part for part in message.parts if part.type == "refusal"][: len(in_list)]
     form = hint.get("content")
     if form == "parts" or any(part.type != "text" for part in content):
         item["content"] = _export_parts(message.parts, hint)
-    elif content or form == "empty":
+    elif content:
         item["content"] = message.text
     elif form != "missing":
         item["content"] = None
@@ -161,6 +178,8 @@ def message_to_openai(message: Message, hint: Hints | None = None) -> Row:
         item["refusal"] = "".join(part.text or "" for part in refusals)
     if message.calls:
         item |= _export_calls(message.calls, hint)
+    elif hint.get("empty_calls"):
+        item["tool_calls"] = []
     for key, value in (
         ("name", message.name),
         ("tool_call_id", message.tool_call_id),
@@ -170,13 +189,6 @@ def message_to_openai(message: Message, hint: Hints | None = None) -> Row:
         if value is not None:
             item[key] = value
     return {**item, **dict.fromkeys(hint.get("nulls", [])), **hint.get("extra", {})}
-
-
-def load_json(text: str) -> Any:
-    """JSON text as a value, with whole numbers of any size."""
-    import json
-
-    return json.loads(text)
 
 
 def _content_parts(item: Row, path: str, hint: Hints) -> list[Part]:
@@ -198,6 +210,8 @@ def _content_parts(item: Row, path: str, hint: Hints) -> list[Part]:
         parts.append(part)
         if part.type == "refusal":
             hint.setdefault("refusals", []).append(index)
+        if part.type == "reasoning":
+            hint["listed_reasoning"] = hint.get("listed_reasoning", 0) + 1
         if _export_part(part) != piece:
             hint.setdefault("parts", {})[str(index)] = piece
     return parts
@@ -243,7 +257,7 @@ def _export_part(part: Part) -> Row:
 def _export_parts(parts: Sequence[Part], hint: Hints) -> list[Any]:
     """The content list. A hinted part is written as it was as long as the record still says the same."""
     exported: list[Any] = []
-    skip_reasoning = len([p for p in parts if p.type == "reasoning"]) if "reasoning" in hint else 0
+    skip_reasoning = len([p for p in parts if p.type == "reasoning"]) - hint.get("listed_reasoning", 0)
     limit_refusals = len(hint.get("refusals", []))
     for part in parts:
         if part.type == "tool_call":
@@ -289,7 +303,7 @@ def _call_parts(item: Row, path: str, hint: Hints) -> list[Part]:
             )
         if call.get("id") is not None and not isinstance(call["id"], str):
             raise RowError(f"a call's id must be text, not {type_name(call['id'])}", f"{place}.id")
-        text = arguments if isinstance(arguments, str) else dump(arguments) if arguments is not None else ""
+        text = arguments if isinstance(arguments, str) else dumps(arguments) if arguments is not None else ""
         made = ToolCall(function["name"], text, call.get("id"))
         if _export_call(made) != call:
             hint.setdefault("calls", {})[str(index)] = call

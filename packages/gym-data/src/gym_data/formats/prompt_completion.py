@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from gym_data.formats._base import Row
+from gym_data.formats._meta import dump_meta, load_meta
+from gym_data.formats._sides import read_side, read_tools, rest_of, tools_hint, write_side, write_tools
+from gym_data.record import Candidate, Record, Source
 
-from gym_data.formats._base import Row, RowError, type_name
-from gym_data.formats._meta import dump_meta, dump_optional, load_meta
-from gym_data.formats.openai import load_json, messages_from_openai, messages_to_openai
-from gym_data.record import Candidate, Message, Record, Role, Source, text_message
-
-_KEYS = ("prompt", "completion", "tools")
+ALIASES = (("question", "answer"), ("instruction", "response"), ("query", "response"), ("input", "output"))
+"""Other common names of the two columns, taken when a row has no others of its kind."""
 
 
 class PromptCompletion:
@@ -19,53 +18,43 @@ class PromptCompletion:
     """
 
     name = "prompt_completion"
-    signature = "prompt, completion"
+    signature = "prompt, completion (or question, answer; instruction, response; input, output)"
+    fields = ("prompt", "completion", "tools")
 
     def matches(self, row: Row) -> bool:
-        return "prompt" in row and "completion" in row and "label" not in row
+        return _names(row) is not None and not {"label", "kto_tag"} & row.keys()
 
     def to_record(self, row: Row, source: Source) -> Record:
-        prompt, prompt_hint = side(row.get("prompt"), "user", "prompt")
-        completion, completion_hint = side(row.get("completion"), "assistant", "completion")
+        names = _names(row) or ("prompt", "completion")
+        prompt, prompt_hint = read_side(row.get(names[0]), "user", names[0])
+        completion, completion_hint = read_side(row.get(names[1]), "assistant", names[1])
         return Record(
             "chat",
             tuple(prompt),
             (Candidate(tuple(completion)),),
-            tools_json=dump_optional(row.get("tools")),
+            tools_json=read_tools(row),
             meta_json=dump_meta(
+                names=list(names) if names != ("prompt", "completion") else None,
                 prompt=prompt_hint,
                 completion=completion_hint,
-                null_tools="tools" in row and row["tools"] is None,
-                extra={key: value for key, value in row.items() if key not in _KEYS},
+                tools=tools_hint(row),
+                extra=rest_of(row, (*names, "tools")),
             ),
             source=source,
         )
 
     def export(self, record: Record) -> Row:
         meta = load_meta(record.meta_json)
-        row: Row = {
-            "prompt": export_side(record.prompt, meta.get("prompt")),
-            "completion": export_side(record.candidates[0].messages, meta.get("completion")),
+        prompt, completion = meta.get("names", ("prompt", "completion"))
+        return {
+            prompt: write_side(record.prompt, meta.get("prompt")),
+            completion: write_side(record.candidates[0].messages, meta.get("completion")),
+            **write_tools(record, meta.get("tools")),
+            **meta.get("extra", {}),
         }
-        if record.tools_json is not None:
-            row["tools"] = load_json(record.tools_json)
-        elif meta.get("null_tools"):
-            row["tools"] = None
-        return {**row, **meta.get("extra", {})}
 
 
-def side(value: Any, role: Role, key: str) -> tuple[list[Message], dict[str, Any] | None]:
-    """The messages of a text or a list of messages, and the hint for the way back (None for a text)."""
-    if isinstance(value, str):
-        return [text_message(role, value)], None
-    if isinstance(value, list):
-        messages, hints = messages_from_openai(value, key)
-        return messages, {"messages": hints}
-    raise RowError(f"{key} must be text or a list of messages, not {type_name(value)}", key)
-
-
-def export_side(messages: tuple[Message, ...], hint: dict[str, Any] | None) -> Any:
-    """The way back."""
-    if hint is None and len(messages) == 1:
-        return messages[0].text
-    return messages_to_openai(messages, (hint or {}).get("messages", {}))
+def _names(row: Row) -> tuple[str, str] | None:
+    if "prompt" in row:
+        return ("prompt", "completion") if "completion" in row else None
+    return next((pair for pair in ALIASES if pair[0] in row and pair[1] in row), None)

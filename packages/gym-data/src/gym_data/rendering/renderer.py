@@ -20,7 +20,7 @@ from gym_data.rendering.template import ChatTemplate, Rendered, TemplateFailed
 from gym_data.rendering.traced import CONTENT, MARK, UNKNOWN, field_of, is_trusted
 from gym_sdk.errors import DataError, Where
 
-TrainOn = Literal["all", "last"]
+TrainOn = Literal["all", "last", "weights", "completion"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class ChatRenderer:
         trained = [
             piece
             for span in spans
-            if _is_trained(messages[span.message], span.message == turns[-1], train_on)
+            if _is_trained(messages, span.message, train_on, len(record.prompt))
             for piece in span.pieces
         ]
         return RenderedChat(full, tuple(spans), tuple(trained), tuple(_left_out(full, messages)))
@@ -281,12 +281,17 @@ class ChatRenderer:
         return Conventions(developer=role)
 
 
-def _is_trained(message: Message, is_last: bool, train_on: TrainOn) -> bool:
+def _is_trained(messages: Sequence[Message], turn: int, train_on: TrainOn, num_prompt: int) -> bool:
+    message = messages[turn]
     if message.train is not None:
         return message.train
-    if message.weight is not None and message.weight == 0:
+    if message.weight == 0:
         return False
-    return is_last or train_on == "all"
+    if train_on == "weights":
+        return message.weight is not None
+    if train_on == "completion":
+        return turn >= num_prompt
+    return train_on == "all" or all(later.role != "assistant" for later in messages[turn + 1 :])
 
 
 def _texts(message: Message) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where rows are read from."""
+"""Where rows are read from: files of every common kind, folders, the hub, URLs."""
 
 from gym_data.sources.records import read_records
 

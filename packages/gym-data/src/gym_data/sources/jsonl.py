@@ -1,63 +1,77 @@
-"""Rows of JSON Lines, with the line and column of whatever is broken."""
+"""JSON Lines, and JSON files of one list."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
-import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import orjson
-
+from gym_data._json import loads
+from gym_data.sources.chunk import Chunk, JsonLines, Rows, json_error
+from gym_data.sources.open_bytes import open_bytes
 from gym_sdk.errors import DataError, Where
 
-_BOM = b"\xef\xbb\xbf"
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+CHUNK_BYTES = 1 << 20
+BOM = b"\xef\xbb\xbf"
+LIST_ROWS = 1024
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """`(line, row)` of each line that is not blank."""
-    for number, line in read_lines(path):
-        yield number, parse_row(line, path, number)
+def jsonl_chunks(uri: str, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """Chunks of whole lines, of about `size` bytes."""
+    line = 1
+    with open_bytes(uri) as file:
+        rest = b""
+        is_first = True
+        while True:
+            data = file.read(size)
+            if is_first:
+                data, is_first = data.removeprefix(BOM), False
+            if not data:
+                break
+            cut = data.rfind(b"\n") + 1
+            if not cut:
+                rest += data
+                continue
+            whole = rest + data[:cut]
+            rest = data[cut:]
+            yield JsonLines(uri, line, whole)
+            line += whole.count(b"\n")
+        if rest:
+            yield JsonLines(uri, line, rest)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """`(line number, bytes)` of each line that is not blank, of a plain or gzipped file."""
-    number = 0
+def json_chunks(uri: str) -> Iterator[Chunk]:
+    """A JSON file: a list of rows, one row, or, as many are, JSON Lines under another name."""
+    with open_bytes(uri) as file:
+        start = file.read(CHUNK_BYTES).removeprefix(BOM).lstrip()
+    if start.startswith(b"{"):
+        first = start.split(b"\n", 1)[0]
+        try:
+            loads(first)
+        except ValueError:
+            pass
+        else:
+            yield from jsonl_chunks(uri)
+            return
+    with open_bytes(uri) as file:
+        text = file.read().removeprefix(BOM)
     try:
-        with open_bytes(path) as file:
-            for number, line in enumerate(file, 1):
-                if number == 1 and line.startswith(_BOM):
-                    line = line[len(_BOM) :]
-                if not line.isspace():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        message = "the file ends in the middle of its compressed data" if isinstance(error, EOFError) else str(error)
-        raise DataError(message, where=Where(file=str(path), line=number + 1, column=1)) from None
-
-
-def open_bytes(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """One line as an object. Raises DataError with line and column."""
-    try:
-        # orjson turns whole numbers beyond 64 bits into floats; the standard library keeps them.
-        row = json.loads(line) if _LONG_NUMBER.search(line) else orjson.loads(line)
+        value = loads(text)
     except ValueError as error:
-        column = getattr(error, "colno", 0)
-        if isinstance(error, UnicodeDecodeError):
-            column = len(line[: error.start].decode("utf-8", "ignore")) + 1
-        raise DataError(
-            f"not valid JSON: {getattr(error, 'msg', error)}",
-            where=Where(file=str(path), line=number, column=max(1, column)),
-            hint="Each line must hold one whole JSON object." if column else None,
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError("a row must be a JSON object", where=Where(file=str(path), line=number, column=1))
-    return row
+        raise json_error(error, text, uri, 1) from None
+    listed = value if isinstance(value, list) else [value]
+    rows = []
+    for number, row in enumerate(listed, 1):
+        if not isinstance(row, dict):
+            raise DataError("a row must be a JSON object", where=Where(file=uri, line=number))
+        rows.append((number, row))
+    numbered = iter(rows)
+    while part := list(islice(numbered, LIST_ROWS)):
+        yield Rows(uri, part)
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """`(line, row)` of a JSON Lines file. Raises DataError with file, line and column."""
+    for chunk in jsonl_chunks(str(path)):
+        yield from chunk.rows()

@@ -1,14 +1,17 @@
-"""From a source of the specification to records."""
+"""From rows to records: one format a source, recognised over all its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+from gym_data._json import dumps, loads
 from gym_data.formats import Format, RowError, detect, format_named, formats
 from gym_data.record import Record, Source
-from gym_data.sources.jsonl import read_jsonl
+from gym_data.sources.chunk import Chunk
+from gym_data.sources.columns import Columns
+from gym_data.sources.inputs import open_input
 from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSource
 
@@ -19,59 +22,131 @@ def read_records(source: DataSource) -> Iterator[Record]:
     With `format: auto` every row is looked at: when rows of two shapes are met, the rest is read too, and the error
     lists which rows have which shape.
     """
-    path = Path(source.source).expanduser()
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"the data file {what}", where=Where(file=str(path)))
-    rows = read_jsonl(path)
-    if source.limit is not None:
-        rows = islice(rows, source.limit)
-    fixed = format_named(source.format) if source.format != "auto" else None
-    seen: dict[str, list[int]] = {}
-    current: Format | None = fixed
-    for number, row in rows:
-        place = Source(str(path), current.name if current else "auto", number)
-        if fixed is None and (current is None or not current.matches(row)):
-            found = detect(row)
-            if found is None:
-                raise DataError(
-                    f"the shape of this row is not known; its keys are {', '.join(map(repr, row)) or 'none'}",
-                    where=Where(file=str(path), line=number),
-                    hint="Known shapes: " + "; ".join(f"{f.name} ({f.signature})" for f in formats().values()) + ".",
-                )
-            if current is not None:
-                _raise_mixed(path, seen, found, number, rows)
-            current = found
-            place = Source(str(path), found.name, number)
-        assert current is not None
-        seen.setdefault(current.name, []).append(number)
+    reader = RecordReader(source)
+    chunks = open_input(source).chunks()
+    for chunk in chunks:
+        for record in reader.records(chunk):
+            if reader.is_mixed:
+                break
+            yield record
+        if reader.is_mixed:
+            for rest in chunks:
+                reader.scan(rest)
+            reader.raise_mixed()
+    reader.check_not_empty()
+
+
+@dataclass
+class Seen:
+    """How often something was met, and where first."""
+
+    count: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, line: str, limit: int = 5) -> None:
+        """Counts one, and lists it unless `limit` are listed."""
+        self.count += 1
+        if len(self.lines) < limit:
+            self.lines.append(line)
+
+    def merge(self, other: Seen, limit: int = 5) -> None:
+        """Adds what another chunk met."""
+        self.count += other.count
+        self.lines += other.lines[: max(0, limit - len(self.lines))]
+
+
+class RecordReader:
+    """Turns the chunks of a source into records, and remembers which formats it met."""
+
+    def __init__(self, source: DataSource, expected: str | None = None) -> None:
+        """`expected` is the format that an earlier chunk of the source had."""
+        self._source = source
+        self._columns = Columns(source.columns)
+        self._is_fixed = source.format != "auto"
+        name = source.format if self._is_fixed else expected
+        self._current: Format | None = format_named(name) if name else None
+        self.seen: dict[str, Seen] = {}
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows of different formats were met."""
+        return len(self.seen) > 1
+
+    def records(self, chunk: Chunk) -> Iterator[Record]:
+        """The records of a chunk. Stops at the first row of another format (`is_mixed`), after counting the rest."""
+        rows = chunk.rows()
+        for number, row in rows:
+            found = self._format_of(chunk.uri, number, row)
+            self.seen.setdefault(found.name, Seen()).add(f"{number}")
+            if self.is_mixed:
+                for later, other in rows:
+                    self._count(chunk.uri, later, other)
+                return
+            self._current = found
+            yield self._record(found, row, Source(chunk.uri, found.name, number))
+
+    def merge(self, name: str, seen: Seen) -> None:
+        """Adds what the reader of another chunk of the source met."""
+        self.seen.setdefault(name, Seen()).merge(seen)
+
+    def scan(self, chunk: Chunk) -> None:
+        """Only counts the formats of a chunk."""
+        for number, row in chunk.rows():
+            self._count(chunk.uri, number, row)
+
+    def raise_mixed(self) -> NoReturn:
+        """The error that lists the rows of each format."""
+        listed = "; ".join(f"{name}: {_described(seen)}" for name, seen in self.seen.items())
+        raise DataError(
+            f"rows of different formats: {listed}",
+            where=Where(file=self._source.source),
+            hint="Split the file by format, or name the format of the source.",
+        )
+
+    def check_not_empty(self) -> None:
+        """Raises DataError when no row was met."""
+        if not self.seen:
+            raise DataError("there are no rows", where=Where(file=self._source.source, line=1, column=1))
+
+    def _count(self, uri: str, number: int, row: dict[str, Any]) -> None:
+        found = detect(self._columns.mapped(row) if self._columns else row)
+        self.seen.setdefault(found.name if found else "unknown", Seen()).add(f"{number}")
+
+    def _format_of(self, uri: str, number: int, row: dict[str, Any]) -> Format:
+        if self._is_fixed and self._current is not None:
+            return self._current
         try:
-            yield current.to_record(row, place)
+            shape = self._columns.mapped(row) if self._columns else row
+        except RowError as error:
+            raise error.located(Source(uri, "auto", number)) from None
+        if self._current is not None and self._current.matches(shape):
+            # A row may match a later format too, but then it matched the same two from the start.
+            return self._current
+        found = detect(shape)
+        if found is None:
+            names = ", ".join(map(repr, row)) or "none"
+            raise DataError(
+                f"the shape of this row is not known; its columns are {names}",
+                where=Where(file=uri, line=number),
+                hint="Map the columns, as in columns: {prompt: question, completion: answer}. Known shapes: "
+                + "; ".join(f"{shape.name} ({shape.signature})" for shape in formats().values()),
+            )
+        return found
+
+    def _record(self, found: Format, row: dict[str, Any], place: Source) -> Record:
+        try:
+            if not self._columns:
+                return found.to_record(row, place)
+            return found.to_record({**self._columns.rest(row, found.fields), **self._columns.mapped(row)}, place)
         except RowError as error:
             raise error.located(place) from None
-    if not seen:
-        raise DataError("the file has no rows", where=Where(file=str(path)))
 
 
-def _raise_mixed(
-    path: Path, seen: dict[str, list[int]], found: Format, number: int, rest: Iterator[tuple[int, dict[str, object]]]
-) -> None:
-    seen.setdefault(found.name, []).append(number)
-    for line, row in rest:
-        other = detect(row)
-        seen.setdefault(other.name if other else "unknown", []).append(line)
-    listed = "; ".join(f"{name}: {_lines(lines)}" for name, lines in seen.items())
-    raise DataError(
-        f"rows of different formats: {listed}",
-        where=Where(file=str(path), line=number),
-        hint="Split the file by format, or name the format of the source.",
-    )
+def export_row(record: Record, name: str) -> dict[str, Any]:
+    """A record as a row of a format."""
+    return loads(dumps(format_named(name).export(record)))
 
 
-def _lines(lines: list[int]) -> str:
-    shown = ", ".join(map(str, lines[:5]))
-    return (
-        f"line {shown}"
-        if len(lines) == 1
-        else f"lines {shown}{f' and {len(lines) - 5} more' if len(lines) > 5 else ''}"
-    )
+def _described(seen: Seen) -> str:
+    more = f" and {seen.count - len(seen.lines)} more" if seen.count > len(seen.lines) else ""
+    return f"row{'s' if seen.count > 1 else ''} {', '.join(seen.lines)}{more}"

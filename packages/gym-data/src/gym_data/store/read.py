@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,43 @@ from numpy.typing import NDArray
 from gym_sdk.errors import DataError, Where
 
 STORE_VERSION = 1
-FILES: dict[str, Any] = {"tokens": np.uint32, "loss_mask": np.uint8, "offsets": np.int64, "rows": np.int64}
+FILES: dict[str, Any] = {
+    "tokens": np.uint32,
+    "loss_mask": np.uint8,
+    "offsets": np.int64,
+    "rows": np.int64,
+    "roles": np.uint8,
+    "groups": np.int64,
+}
+
+
+class DocumentRole(IntEnum):
+    """A document's part in its group."""
+
+    PLAIN = 0
+    CHOSEN = 1
+    REJECTED = 2
+    DESIRABLE = 3
+    UNDESIRABLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One row: `ids` [T] uint32, `loss_mask` [T] uint8, and the line or row it came from."""
+    """One sequence: `ids` [T] uint32, `loss_mask` [T] uint8, the line or row it came from, its part in its group."""
 
     ids: NDArray[np.uint32]
     loss_mask: NDArray[np.uint8]
     row: int
+    role: DocumentRole = DocumentRole.PLAIN
 
 
 class TokenStore:
-    """Documents side by side: `tokens` uint32 [T], `loss_mask` uint8 [T], `offsets` int64 [N+1]."""
+    """Documents side by side: `tokens` uint32 [T], `loss_mask` uint8 [T], `offsets` int64 [N+1].
+
+    Documents that must stay together (chosen and rejected) form a group; they are neighbours. `groups` int64 [G+1] says
+    at which document each group starts, `roles` uint8 [N] what part each document has. Without pairs each document is
+    a group of its own.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Opens a store; its arrays stay on disk. Raises DataError when it is incomplete."""
@@ -44,6 +68,8 @@ class TokenStore:
         self.loss_mask: NDArray[np.uint8] = arrays["loss_mask"]
         self.offsets: NDArray[np.int64] = arrays["offsets"]
         self.rows: NDArray[np.int64] = arrays["rows"]
+        self.roles: NDArray[np.uint8] = arrays["roles"]
+        self.groups: NDArray[np.int64] = arrays["groups"]
 
     def _map(self, name: str, dtype: Any) -> NDArray[Any]:
         path = self.folder / f"{name}.bin"
@@ -60,7 +86,8 @@ class TokenStore:
             raise IndexError(index)
         index %= len(self)
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
-        return Document(self.tokens[start:stop], self.loss_mask[start:stop], int(self.rows[index]))
+        role = DocumentRole(int(self.roles[index]))
+        return Document(self.tokens[start:stop], self.loss_mask[start:stop], int(self.rows[index]), role)
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
@@ -69,6 +96,24 @@ class TokenStore:
     def lengths(self) -> NDArray[np.int64]:
         """[N] tokens of each document."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def group_lengths(self) -> NDArray[np.int64]:
+        """[G] tokens of each group, all its documents together."""
+        return np.diff(self.offsets[self.groups])
+
+    @property
+    def num_groups(self) -> int:
+        """Groups: rows of a batch."""
+        return len(self.groups) - 1
+
+    def group(self, index: int) -> tuple[Document, ...]:
+        """The documents of a group: one, or chosen and rejected."""
+        return tuple(self[document] for document in range(int(self.groups[index]), int(self.groups[index + 1])))
+
+    def describe(self, index: int) -> str:
+        """Where a document came from, for a message to a person."""
+        return f"row {int(self.rows[index])}"
 
     @property
     def num_tokens(self) -> int:

@@ -8,20 +8,36 @@ from pydantic import Field
 
 from gym_sdk.spec._base import FilePath, SpecModel
 
-DataFormat = Literal["auto", "openai", "alpaca", "prompt_completion"]
-
 
 class DataSource(SpecModel):
-    """One file or folder of rows."""
+    """One file, folder or data set of rows."""
 
     source: Annotated[str, Field(min_length=1, examples=["data/train.jsonl"]), FilePath()]
-    """A path; a relative one is taken from the folder of the spec's file. On a daemon also `file:ID`, an upload."""
+    """A file, a glob (`data/*.jsonl.gz`), a folder (every data file in it), a data set of the hub (`hub:owner/name`),
+    or a URL. Files are jsonl, json, csv, tsv, parquet, arrow, txt and md, also with `.gz` and `.zst`. A relative path
+    is taken from the folder of the spec's file. On a daemon also `file:ID`, an upload."""
 
-    format: DataFormat = "auto"
-    """The shape of the rows. `auto` looks at every row and stops when two shapes are mixed."""
+    format: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
+    """The shape of the rows: `openai`, `openai_preference`, `openai_reinforcement`, `sharegpt`, `alpaca`,
+    `prompt_completion`, `preference`, `unpaired`, `stepwise`, `prompt`, `text`, `tokens`, or one that an installed
+    package adds. `auto` looks at every row and stops when two shapes are mixed."""
+
+    columns: dict[str, str] = {}
+    """The file's columns by the format's names: `{prompt: question, completion: answer}`. A value may be a path into
+    nested columns: `output.text`, `turns[0].value`, `instances[].output` (the only element)."""
+
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """The split of a data set of the hub."""
+
+    revision: str | None = None
+    """The revision of a data set of the hub; its newest when not given."""
 
     limit: Annotated[int, Field(ge=1)] | None = None
     """Use only the first rows, counted before any shuffling."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often the training rows are seen in an epoch: 2 twice, 0.5 a random half. Applied after the evaluation rows
+    are held out."""
 
 
 class EvalSplit(SpecModel):
@@ -48,10 +64,33 @@ class DataSpec(SpecModel):
 
     overflow: Literal["drop", "truncate"] = "truncate"
     """What happens to a longer row: `truncate` cuts its end, and drops it, counted, when no trained token is left;
-    `drop` leaves it out, counted."""
+    `drop` leaves it out, counted. Plain text is cut into pieces instead."""
 
-    train_on: Literal["all", "last"] = "all"
-    """Which assistant turns are trained: `all`, each with its end-of-turn token, or only the `last`."""
+    train_on: Literal["all", "last", "weights", "completion"] = "all"
+    """Which assistant turns are trained, each with its end-of-turn token: `all`; only the `last`; by `weights`, those
+    whose message says `weight: 1` or `train: true`; the `completion`, whatever stands after the row's prompt. A
+    message's own `weight: 0` or `train: false` always holds."""
+
+    thinking: Literal["template", "drop"] = "template"
+    """Reasoning of the assistant: `template` leaves it to the chat template, most of which write that of the last turn
+    only; `drop` takes it out of every turn."""
+
+    system: Literal["template", "merge", "drop"] = "template"
+    """A system turn: `template` leaves it to the chat template (which may refuse it, or add one of its own); `merge`
+    puts it before the first user's text; `drop` takes it out."""
+
+    chat_template: Annotated[str, Field(min_length=1), FilePath()] | None = None
+    """A Jinja file to use instead of the model's own template. It is stored with the result."""
+
+    template_options: dict[str, bool | int | float | str] = {}
+    """Variables that the chat template reads, such as `enable_thinking: false`."""
 
     packing: bool = True
     """Put several rows side by side without padding; a row never sees its neighbours."""
+
+    streaming: bool = False
+    """Prepare rows while training, for data larger than the disk. Rows are shuffled within blocks only, and
+    `eval.split` holds out by content as it goes."""
+
+    num_workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes that prepare rows; one a core when not given, none for small files."""

@@ -1,0 +1,93 @@
+"""A chunk of rows, encoded: arrays that can be written, and everything the report counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gym_data.preparing.documents import EncodedRow, RowEncoder
+from gym_data.sources.chunk import Chunk
+from gym_data.sources.records import RecordReader, Seen
+from gym_sdk.spec.data import DataSource
+
+MAX_LISTED = 100
+"""Places listed for each reason of a batch."""
+
+
+@dataclass(slots=True)
+class EncodedBatch:
+    """N documents in G groups. `hashes` name each group's content, salted with the seed: [G, 16] bytes."""
+
+    tokens: NDArray[np.uint32]
+    loss_mask: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    roles: NDArray[np.uint8]
+    group_sizes: NDArray[np.int64]
+    hashes: NDArray[np.uint8]
+    num_rows: int = 0
+    num_used: int = 0
+    num_truncated: int = 0
+    num_without_stop: int = 0
+    dropped: dict[str, Seen] = field(default_factory=dict)
+    left_out: dict[str, Seen] = field(default_factory=dict)
+    formats: dict[str, Seen] = field(default_factory=dict)
+    objectives: dict[str, int] = field(default_factory=dict)
+
+
+def encode_chunk(
+    chunk: Chunk, source: DataSource, expected: str | None, encoder: RowEncoder, salt: bytes
+) -> EncodedBatch:
+    """Reads and encodes a chunk. A chunk whose rows have several formats is only counted."""
+    reader = RecordReader(source, expected)
+    records = list(reader.records(chunk))
+    rows = [] if reader.is_mixed else encoder.encode(records)
+    batch = _assemble(rows, salt)
+    batch.formats = reader.seen
+    return batch
+
+
+def _assemble(rows: list[EncodedRow], salt: bytes) -> EncodedBatch:
+    groups = [(row, group) for row in rows for group in row.groups]
+    documents = [(row, document) for row, group in groups for document in group]
+    batch = EncodedBatch(
+        tokens=_concatenated([document.ids for _, document in documents], np.uint32),
+        loss_mask=_concatenated([document.loss_mask for _, document in documents], np.uint8),
+        lengths=np.array([len(document.ids) for _, document in documents], np.int64),
+        rows=np.array([row.source.row if row.source else 0 for row, _ in documents], np.int64),
+        roles=np.array([document.role for _, document in documents], np.uint8),
+        group_sizes=np.array([len(group) for _, group in groups], np.int64),
+        hashes=np.frombuffer(
+            b"".join(content_hash([document.ids for document in group], salt) for _, group in groups), np.uint8
+        ).reshape(-1, 16),
+        num_rows=len(rows),
+        num_used=sum(1 for row in rows if row.groups),
+        num_truncated=sum(row.truncated for row in rows),
+        num_without_stop=sum(row.without_stop for row in rows),
+        objectives=dict(Counter(row.objective for row in rows)),
+    )
+    for row in rows:
+        place = f"{row.source.uri}:{row.source.row}" if row.source else "?"
+        if row.dropped and not row.groups:
+            batch.dropped.setdefault(row.dropped, Seen()).add(place, MAX_LISTED)
+        for path in row.left_out:
+            batch.left_out.setdefault(path.split(".", 1)[1], Seen()).add(place, MAX_LISTED)
+    return batch
+
+
+def content_hash(documents: list[NDArray[Any]], salt: bytes) -> bytes:
+    """16 bytes that are equal for equal documents; their order is random but fixed by `salt`."""
+    digest = hashlib.blake2b(key=salt, digest_size=16)
+    for ids in documents:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(ids))
+    return digest.digest()
+
+
+def _concatenated(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)

@@ -1,0 +1,84 @@
+"""From what a source names (a file, a glob, a folder, a hub id, a URL) to files, and from files to chunks."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gym_data.sources.chunk import Chunk
+from gym_data.sources.jsonl import json_chunks, jsonl_chunks
+from gym_data.sources.open_bytes import is_url, suffix_of
+from gym_data.sources.tables import arrow_chunks, csv_chunks, parquet_chunks
+from gym_data.sources.text import text_chunks
+from gym_sdk.errors import DataError, Where
+
+READERS: dict[str, Callable[[str], Iterator[Chunk]]] = {
+    ".jsonl": jsonl_chunks,
+    ".ndjson": jsonl_chunks,
+    ".json": json_chunks,
+    ".csv": lambda uri: csv_chunks(uri, ","),
+    ".tsv": lambda uri: csv_chunks(uri, "\t"),
+    ".parquet": parquet_chunks,
+    ".arrow": arrow_chunks,
+    ".txt": text_chunks,
+    ".md": text_chunks,
+}
+KNOWN = ", ".join(READERS)
+
+
+def files_of(source: str) -> list[str]:
+    """The files of a path, glob or folder, sorted; a URL as it is. Raises DataError when there are none."""
+    if is_url(source):
+        return [source]
+    text = str(Path(source).expanduser())
+    if os.path.isdir(text):
+        found = sorted(
+            os.path.join(folder, name)
+            for folder, folders, names in os.walk(text)
+            if not _hide(folders)
+            for name in names
+            if not name.startswith(".") and suffix_of(name) in READERS
+        )
+        if not found:
+            raise DataError("the folder has no data files", where=Where(file=text), hint=f"Known are {KNOWN}.")
+        return found
+    if os.path.exists(text):
+        return [text]
+    if any(mark in text for mark in "*?["):
+        found = sorted(path for path in glob.glob(text, recursive=True) if os.path.isfile(path))
+        if found:
+            return found
+        raise DataError("no file matches", where=Where(file=text))
+    raise DataError("the data file does not exist", where=Where(file=text), hint=_near(text))
+
+
+def chunks_of(uri: str) -> Iterator[Chunk]:
+    """The chunks of one file, by its suffix."""
+    reader = READERS.get(suffix_of(uri))
+    if reader is None:
+        raise DataError(
+            f"the suffix {suffix_of(uri) or '(none)'} is not known",
+            where=Where(file=uri),
+            hint=f"Known are {KNOWN}, also with .gz and .zst.",
+        )
+    yield from reader(uri)
+
+
+def _hide(folders: list[str]) -> bool:
+    """Keeps `os.walk` out of hidden folders and in a fixed order."""
+    folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return False
+
+
+def _near(text: str) -> str | None:
+    from difflib import get_close_matches
+
+    folder, name = os.path.split(text)
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return f"The folder {folder} does not exist either."
+    near = get_close_matches(name, names, 1)
+    return f"Did you mean {os.path.join(folder, near[0])}?" if near else None

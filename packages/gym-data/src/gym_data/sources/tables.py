@@ -1,0 +1,164 @@
+"""Tables: csv and tsv as text, parquet and arrow with their own types."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from gym_data.sources.chunk import Chunk, NumberedRow, Rows
+from gym_data.sources.open_bytes import open_bytes
+from gym_sdk.errors import DataError, MissingExtra, Where
+
+ROWS_IN_CHUNK = 1024
+
+
+def csv_chunks(uri: str, delimiter: str) -> Iterator[Chunk]:
+    """Rows of a table with a header. Every value is the text that stands in the file: 00501, null, 1.10, NA."""
+    with open_bytes(uri) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # type: ignore[arg-type] - it only reads
+        rows = _csv_rows(uri, text, delimiter)
+        while part := list(islice(rows, ROWS_IN_CHUNK)):
+            yield Rows(uri, part)
+
+
+def _csv_rows(uri: str, text: io.TextIOWrapper, delimiter: str) -> Iterator[NumberedRow]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) != len(header):
+            raise DataError("two columns have the same name", where=Where(file=uri, line=1))
+        before = reader.line_num
+        for values in reader:
+            line, before = before + 1, reader.line_num
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise DataError(
+                    f"{len(values)} values for {len(header)} columns ({', '.join(header)})",
+                    where=Where(file=uri, line=line),
+                    hint="Values that hold the delimiter or a line break must stand in double quotes.",
+                )
+            yield line, dict(zip(header, values, strict=True))
+    except csv.Error as error:
+        raise DataError(f"not a valid table: {error}", where=Where(file=uri, line=reader.line_num)) from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"not UTF-8 text: {error.reason}",
+            where=Where(file=uri, line=reader.line_num + 1),
+            hint="Save the table as CSV UTF-8.",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group of a parquet file, read where it is needed."""
+
+    uri: str
+    group: int
+    first_row: int
+
+    def rows(self) -> Iterator[NumberedRow]:
+        with _parquet(self.uri) as file:
+            row = self.first_row
+            try:
+                for batch in file.iter_batches(ROWS_IN_CHUNK, row_groups=[self.group]):
+                    for value in _plain_rows(batch, self.uri, row):
+                        yield row, value
+                        row += 1
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot be read: {error}", where=Where(file=self.uri, line=row)) from None
+
+
+def parquet_chunks(uri: str) -> Iterator[Chunk]:
+    """One chunk a row group."""
+    with _parquet(uri) as file:
+        first = 1
+        for group in range(file.num_row_groups):
+            yield RowGroup(uri, group, first)
+            first += file.metadata.row_group(group).num_rows
+
+
+def _parquet(uri: str) -> Any:
+    pyarrow = _pyarrow()
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.ParquetFile(uri)
+    except FileNotFoundError:
+        raise DataError("the data file does not exist", where=Where(file=uri)) from None
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise DataError(f"not a valid parquet file: {error}", where=Where(file=uri, line=1, column=1)) from None
+
+
+def arrow_chunks(uri: str) -> Iterator[Chunk]:
+    """Record batches of an arrow file, or of a stream as `datasets` saves it."""
+    pyarrow = _pyarrow()
+    row = 1
+    try:
+        with pyarrow.memory_map(uri) as source:
+            try:
+                reader = pyarrow.ipc.open_file(source)
+                batches: Any = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            except pyarrow.ArrowInvalid:
+                source.seek(0)
+                batches = pyarrow.ipc.open_stream(source)
+            for batch in batches:
+                values = _plain_rows(batch, uri, row)
+                yield Rows(uri, list(enumerate(values, row)))
+                row += len(values)
+    except FileNotFoundError:
+        raise DataError("the data file does not exist", where=Where(file=uri)) from None
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise DataError(f"not a valid arrow file: {error}", where=Where(file=uri, line=row, column=1)) from None
+
+
+def _plain_rows(batch: Any, uri: str, row: int) -> list[dict[str, Any]]:
+    rows = batch.to_pylist()
+    # Arrow gives every struct every field of its column; a key that is null in a nested value was not there.
+    nested = [name for name, kind in zip(batch.schema.names, batch.schema.types, strict=True) if _is_nested(kind)]
+    for offset, value in enumerate(rows):
+        for name in nested:
+            value[name] = without_nulls(value[name])
+        for name, item in value.items():
+            if not _is_json(item):
+                raise DataError(
+                    f"a value of type {type(item).__name__} is no text, number, list or object",
+                    where=Where(file=uri, line=row + offset, path=name),
+                )
+    return rows
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested value without the null fields that a common schema gave its objects."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _is_nested(kind: Any) -> bool:
+    types = _pyarrow().types
+    return types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise MissingExtra("reading parquet and arrow files", package="gym-data", extra="tables") from None
+    return pyarrow
