@@ -128,7 +128,9 @@ WHOLE_FILES = [
         [
             "run.yaml:1: model: required: a mapping with the keys source, revision, dtype, quantization, "
             "trust_remote_code",
-            "run.yaml:1: data: required: a mapping with the keys train, eval, max_length, overflow, train_on, packing",
+            "run.yaml:1: data: required: a mapping with the keys train, eval, max_length, overflow, "
+            "train_on, thinking, system, chat_template, "
+            "template_options, packing, streaming, num_workers",
         ],
     ),
     (

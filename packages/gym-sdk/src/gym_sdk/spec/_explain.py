@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Any
 
@@ -123,7 +124,8 @@ def example(field: Field) -> str:
     """A value that the field takes, other than its default where there is a choice."""
     info = field.owner.model_fields[field.name]
     if info.examples:
-        return format_value(info.examples[0], bare=True)
+        given = info.examples[0]
+        return json.dumps(given) if isinstance(given, dict) else format_value(given, bare=True)
     shape = field.shape
     if shape.choices:
         return str(next((choice for choice in shape.choices if choice != field.default), shape.choices[0]))

@@ -22,7 +22,7 @@ class DataSource(SpecModel):
     `prompt_completion`, `preference`, `unpaired`, `stepwise`, `prompt`, `text`, `tokens`, or one that an installed
     package adds. `auto` looks at every row and stops when two shapes are mixed."""
 
-    columns: dict[str, str] = {}
+    columns: Annotated[dict[str, str], Field(examples=[{"prompt": "question", "completion": "answer"}])] = {}
     """The file's columns by the format's names: `{prompt: question, completion: answer}`. A value may be a path into
     nested columns: `output.text`, `turns[0].value`, `instances[].output` (the only element)."""
 
@@ -82,7 +82,7 @@ class DataSpec(SpecModel):
     chat_template: Annotated[str, Field(min_length=1), FilePath()] | None = None
     """A Jinja file to use instead of the model's own template. It is stored with the result."""
 
-    template_options: dict[str, bool | int | float | str] = {}
+    template_options: Annotated[dict[str, bool | int | float | str], Field(examples=[{"enable_thinking": False}])] = {}
     """Variables that the chat template reads, such as `enable_thinking: false`."""
 
     packing: bool = True
