@@ -82,7 +82,7 @@ class SpecError(UserError):
         problems: tuple[Problem, ...] = (),
     ) -> None:
         super().__init__(message, where=where, hint=hint)
-        self.problems = problems or (Problem(message=message, where=where or Where(), hint=hint),)
+        self.problems: tuple[Problem, ...] = problems or (Problem(message=message, where=where or Where(), hint=hint),)
 
     @classmethod
     def of(cls, problems: tuple[Problem, ...], *, name: str, hint: str | None = None) -> SpecError:

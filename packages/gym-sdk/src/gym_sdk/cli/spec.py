@@ -12,7 +12,7 @@ from gym_sdk.errors import SpecError
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="")]
 
-app = App(name="gym spec", help="Check and show run specifications.", version_flags=[])
+app: App = App(name="gym spec", help="Check and show run specifications.", version_flags=[])
 
 
 def explain(field: str | None = None, /, *, as_json: AsJson = False) -> None:

@@ -43,7 +43,7 @@ def event_to_proto(event: RunEvent) -> pb.RunEvent:
             message.metric.SetInParent()
             message.metric.step = event.step
             for name, value in event.values.items():
-                message.metric.values[name].CopyFrom(_metric_value(value))
+                message.metric.values[name].CopyFrom(metric_value(value))
         case LogEvent():
             message.log.level = pb.LogLevel.Value(f"LOG_LEVEL_{event.level.name}")
             message.log.text = event.text
@@ -78,7 +78,7 @@ def event_from_proto(message: pb.RunEvent) -> RunEvent:
                 eta_s=part.eta_s if part.HasField("eta_s") else None,
             )
         case "metric":
-            values = {name: _number(value) for name, value in message.metric.values.items()}
+            values = {name: metric_number(value) for name, value in message.metric.values.items()}
             return MetricEvent(sequence=sequence, time=time, step=message.metric.step, values=values)
         case "log":
             name = _suffix(pb.LogLevel.DESCRIPTOR, message.log.level, "LOG_LEVEL_")
@@ -123,7 +123,8 @@ _NON_FINITE = {
 }
 
 
-def _metric_value(value: float) -> pb.MetricValue:
+def metric_value(value: float) -> pb.MetricValue:
+    """The message of a number that may be outside of what JSON holds."""
     if math.isfinite(value):
         return pb.MetricValue(number=value)
     if math.isnan(value):
@@ -131,7 +132,8 @@ def _metric_value(value: float) -> pb.MetricValue:
     return pb.MetricValue(non_finite=pb.NON_FINITE_POSITIVE_INFINITY if value > 0 else pb.NON_FINITE_NEGATIVE_INFINITY)
 
 
-def _number(value: pb.MetricValue) -> float:
+def metric_number(value: pb.MetricValue) -> float:
+    """The number of a message."""
     return value.number if value.WhichOneof("value") == "number" else _NON_FINITE.get(value.non_finite, math.nan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 class SpecModel(BaseModel):
     """Frozen, closed to unknown keys, strict about types; a field's documentation is the text under it."""
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid",
         frozen=True,
         strict=True,

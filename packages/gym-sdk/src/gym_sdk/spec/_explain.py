@@ -92,7 +92,8 @@ def explain(path: str) -> str:
 
 
 def _explain_field(field: Field) -> str:
-    title = f"{field.path} (of kind {field.kind})" if field.kind and field.name != "kind" else field.path
+    around = ", ".join(f"{section} kind {kind}" for section, kind in field.within)
+    title = f"{field.path} (of {around})" if around else field.path
     default = "required" if field.required else f"default {field.default_text()}"
     lines = [title, f"  {field.shape.describe()}; {default}"]
     if unit := unit_of(field):
@@ -137,7 +138,7 @@ def example(field: Field) -> str:
     if int in kinds:
         limits = [getattr(part, "ge", None) for _, constraints in shape.scalars for part in constraints]
         return str(max([100, *(limit for limit in limits if limit is not None)]))
-    return "0.5" if float in kinds else "[]" if shape.items else "text"
+    return "0.5" if float in kinds else "[]" if shape.items else "{}" if shape.values else "text"
 
 
 def field_data(field: Field) -> dict[str, Any]:

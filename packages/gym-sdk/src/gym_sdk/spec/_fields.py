@@ -76,6 +76,8 @@ class Field:
     owner: Model
     kind: str | None = None
     """The kind of adapter, method or task that the field belongs to, where there are several."""
+    within: tuple[tuple[str, str], ...] = ()
+    """Sections around it that must be of a kind for it to exist: `(("method", "dpo"),)`."""
     children: tuple[Field, ...] = field(default=(), repr=False)
 
     def default_text(self) -> str:
@@ -116,7 +118,9 @@ def field_shape(info: FieldInfo) -> Shape:
     return shape_of(info.annotation, tuple(info.metadata))
 
 
-def fields_of(model: Model, prefix: str = "", kind: str | None = None) -> tuple[Field, ...]:
+def fields_of(
+    model: Model, prefix: str = "", kind: str | None = None, within: tuple[tuple[str, str], ...] = ()
+) -> tuple[Field, ...]:
     """The fields of a model and, as their children, everything below them."""
     found = []
     for name, info in model.model_fields.items():
@@ -126,7 +130,8 @@ def fields_of(model: Model, prefix: str = "", kind: str | None = None) -> tuple[
         children: list[Field] = []
         for child in inner.models:
             owner_kind = child.model_fields["kind"].default if inner.kinds else None
-            children += fields_of(child, below, owner_kind)
+            around = (*within, (below, owner_kind)) if owner_kind is not None else within
+            children += fields_of(child, below, owner_kind, around)
         default = info.get_default(call_default_factory=True)
         found.append(
             Field(
@@ -138,6 +143,7 @@ def fields_of(model: Model, prefix: str = "", kind: str | None = None) -> tuple[
                 default=None if default is PydanticUndefined else default,
                 owner=model,
                 kind=kind,
+                within=within,
                 children=tuple(children),
             )
         )

@@ -27,7 +27,7 @@ def apply(data: dict[str, Any], overrides: Sequence[str], shape: Shape) -> tuple
         try:
             path, text = _split(override)
             field = _shape_at(shape, path) or Shape()
-            value = absolute_paths(_value(text, field), field, FilePath.cwd())
+            value = absolute_paths(override_value(text, field), field, FilePath.cwd())
             result = _replaced(result, path, value, ())
             touched.add(path)
         except SpecError as error:
@@ -74,7 +74,8 @@ def _shape_at(shape: Shape, path: Path) -> Shape | None:
     return shape
 
 
-def _value(text: str, shape: Shape) -> Any:
+def override_value(text: str, shape: Shape) -> Any:
+    """The value that a text on the command line means for a field of this shape."""
     if [kind for kind, _ in shape.scalars] == [str] and not shape.items and not shape.choices:
         return None if shape.nullable and text in ("", "null", "~") else text
     if text.startswith(("{", "[", '"', "'")):

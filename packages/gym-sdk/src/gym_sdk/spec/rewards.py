@@ -80,7 +80,7 @@ class PythonReward(SpecModel):
     kind: Literal["python"] = "python"
     """What the function returns: a number from 0 to 1, or a truth value."""
 
-    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", examples=["my_rewards:score"])]
     """`module:function`, called as `function(answer, reference, question)` with three texts."""
 
 

@@ -1,0 +1,1 @@
+"""A stand-in for the daemon, for tests of the client."""
