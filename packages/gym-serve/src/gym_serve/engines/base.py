@@ -116,6 +116,20 @@ class GenerationRequest:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
+def check_request(request: GenerationRequest, *, context_length: int, vocab_size: int) -> None:
+    """Refuse what no engine with these limits could serve. Raises RequestRefused or PromptTooLong."""
+    num_prompt_tokens = len(request.prompt_ids)
+    if num_prompt_tokens == 0:
+        raise RequestRefused("the prompt is empty", hint="give at least one token")
+    if num_prompt_tokens >= context_length:
+        raise PromptTooLong(num_prompt_tokens, context_length)
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise RequestRefused(f"max_tokens is {request.max_tokens}; it is at least 1")
+    wrong = next((i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise RequestRefused(f"token id {wrong} is not in the vocabulary of {vocab_size}")
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """A generated token."""
@@ -158,6 +172,7 @@ class TokenStream:
         self._items: deque[Token | Finish | GymError] = deque()
         self._ready = threading.Condition()
         self._wake: Callable[[], None] | None = None
+        self._forward: Callable[[Sequence[Token | Finish | GymError]], None] | None = None
 
     def abort(self) -> None:
         """Stop generating within a step. The stream then ends with reason `abort`."""
@@ -166,11 +181,22 @@ class TokenStream:
     def put(self, items: Iterable[Token | Finish | GymError]) -> None:
         """For engines: append what happened. Finish or an error comes last."""
         with self._ready:
+            if self._forward is not None:
+                self._forward(list(items))
+                return
             self._items.extend(items)
             self._ready.notify_all()
             wake = self._wake
         if wake is not None:
             wake()
+
+    def forward(self, receive: Callable[[Sequence[Token | Finish | GymError]], None]) -> None:
+        """For engines behind a connection: pass everything on as it comes, in place of iteration."""
+        with self._ready:
+            self._forward = receive
+            if self._items:
+                receive(list(self._items))
+                self._items.clear()
 
     def _take(self) -> list[Token]:
         """What has come, without the end marker, which sets `finish` or raises."""
@@ -232,6 +258,7 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_restarts: int = 0
 
 
 class Engine(Protocol):
@@ -253,6 +280,11 @@ class Engine(Protocol):
     @property
     def context_length(self) -> int:
         """The most tokens of a prompt and its answer together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
         ...
 
     @property

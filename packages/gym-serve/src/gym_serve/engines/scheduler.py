@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from gym_serve.engines.base import GenerationRequest, TokenStream
 
 if TYPE_CHECKING:
+    from gym_serve.engines.grammar import GrammarMatcher
     from gym_serve.engines.sampling import RowSampler
     from gym_serve.engines.slots import SlotCache
 
@@ -26,7 +27,7 @@ class Running:
     request: GenerationRequest
     stream: TokenStream
     sampler: RowSampler
-    matcher: object
+    matcher: GrammarMatcher | None
     max_tokens: int
     arrival: int = field(default_factory=itertools.count().__next__)
     ids: list[int] = field(default_factory=list)

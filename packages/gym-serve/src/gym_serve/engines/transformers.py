@@ -23,11 +23,12 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
-    PromptTooLong,
     RequestRefused,
     Token,
     TokenStream,
+    check_request,
 )
+from gym_serve.engines.grammar import GrammarCompiler, GrammarMatcher
 from gym_serve.engines.lora import AdapterBank
 from gym_serve.engines.sampling import RowSampler, sample
 from gym_serve.engines.scheduler import Running, Scheduler, StepPlan
@@ -60,6 +61,7 @@ class TransformersEngine:
         step_tokens: int = DEFAULT_STEP_TOKENS,
         context_length: int | None = None,
         kv_cache_bytes: int | None = None,
+        tokenizer_json: Path | None = None,
     ) -> None:
         """Args:
             model: a causal language model whose attention layers are standard ones.
@@ -67,6 +69,7 @@ class TransformersEngine:
             step_tokens: the most prompt tokens in a step.
             context_length: at most the model's own, which is the default.
             kv_cache_bytes: the most memory of keys and values; 40% of what is free when not given.
+            tokenizer_json: the model's tokenizer, which requests with a grammar need.
 
         Raises:
             ModelError: the model's attention cannot be run by slots.
@@ -76,6 +79,8 @@ class TransformersEngine:
         self._base: PreTrainedModel = base
         text_config = base.config.get_text_config()
         self._context_length = min(context_length or 2**31, int(text_config.max_position_embeddings))
+        self._vocab_size = int(text_config.vocab_size)
+        self._grammars = GrammarCompiler(tokenizer_json, self._vocab_size) if tokenizer_json else None
         self._device = next(base.parameters()).device
         self._dtype = base.dtype
         self._was_training = model.training
@@ -115,13 +120,17 @@ class TransformersEngine:
         return self._context_length
 
     @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def adapters(self) -> frozenset[str]:
         with self._changed:
             return self._bank.content_ids - self._unloading
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Queue a request. See `Engine.submit`."""
-        self._check(request)
+        check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
         stream = TokenStream(request, self.abort)
         running = Running(
             request=request,
@@ -204,23 +213,12 @@ class TransformersEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Checks before a request is queued
-
-    def _check(self, request: GenerationRequest) -> None:
-        num_prompt_tokens = len(request.prompt_ids)
-        if num_prompt_tokens == 0:
-            raise RequestRefused("the prompt is empty", hint="give at least one token")
-        if num_prompt_tokens >= self._context_length:
-            raise PromptTooLong(num_prompt_tokens, self._context_length)
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise RequestRefused(f"max_tokens is {request.max_tokens}; it is at least 1")
-        vocab_size = self._base.config.get_text_config().vocab_size
-        wrong = next((i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size), None)
-        if wrong is not None:
-            raise RequestRefused(f"token id {wrong} is not in the vocabulary of {vocab_size}")
-
-    def _matcher(self, request: GenerationRequest) -> None:
-        return None
+    def _matcher(self, request: GenerationRequest) -> GrammarMatcher | None:
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestRefused("this engine has no tokenizer, which grammars need")
+        return self._grammars.matcher(request.grammar, request.stop_ids)
 
     # The engine's thread
 
@@ -269,10 +267,21 @@ class TransformersEngine:
             logits_NV.float(),
             [running.sampler for running in sampled],
             [running.request.top_logprobs for running in sampled],
+            self._allowed(sampled),
         )
         self._counts["generated"] += len(tokens)
         for running, token in zip(sampled, tokens, strict=True):
             self._deliver(running, token)
+
+    def _allowed(self, sampled: list[Running]) -> torch.Tensor | None:
+        """[N, V] what grammars allow; None when no row has one."""
+        if all(running.matcher is None for running in sampled):
+            return None
+        allowed_NV = torch.ones(len(sampled), self._vocab_size, dtype=torch.bool)
+        for i, running in enumerate(sampled):
+            if running.matcher is not None:
+                allowed_NV[i] = running.matcher.allowed()
+        return allowed_NV.to(self._device)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Run the model on a step's packed row; the logits [N, V] of the rows that are complete."""
@@ -317,7 +326,9 @@ class TransformersEngine:
         running.append(token.id)
         request = running.request
         reason = None
-        if token.id in request.stop_ids:
+        if running.matcher is not None and token.id not in request.stop_ids:
+            running.matcher.consume(token.id)
+        if token.id in request.stop_ids or (running.matcher is not None and running.matcher.is_complete):
             reason = "stop"
         elif running.num_generated >= running.max_tokens:
             reason = "length"
