@@ -102,10 +102,14 @@ class LibrarySpec(SpecModel):
 
 
 class GateSpec(SpecModel):
-    """Which changes of the library are accepted, by a test on held-out questions."""
+    """Which changes of the library are accepted: a trial of each operation, then a test on held-out questions."""
 
     enabled: bool = True
     """Off, every change is accepted, as published."""
+
+    trial_attempts: Annotated[int, Field(ge=0, le=64)] = 4
+    """The first stage: fresh attempts, with one operation applied, at the questions that it was drawn from. Their mean
+    reward must not be below that of the attempts before. 0 leaves the stage out."""
 
     share: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """The share of the training questions that is held out for the gate."""
@@ -123,8 +127,9 @@ class GateSpec(SpecModel):
     samples: Annotated[int, Field(ge=1)] = 1
     """Answers a question and library; their mean is compared."""
 
-    splits: Annotated[int, Field(ge=0, le=8)] = 2
-    """How many times the operations of a rejected change are halved and tried again."""
+    patience: Annotated[int, Field(ge=0)] = 3
+    """For how many batches operations that lack evidence stay in the working library, and so add up, before they are
+    dropped."""
 
 
 class PruningSpec(SpecModel):
@@ -157,7 +162,7 @@ class BudgetSpec(SpecModel):
     """What may be spent."""
 
     training: CapsSpec = CapsSpec()
-    """Rollouts, lessons, gate and pruning."""
+    """Rollouts, lessons, trials, gate and pruning."""
 
     evaluation: CapsSpec = CapsSpec()
     """Accuracy before and after, baselines, and each item's worth."""
