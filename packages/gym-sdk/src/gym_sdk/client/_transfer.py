@@ -8,9 +8,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from gym_sdk.errors import UserError, Where
+
 CHUNK_BYTES = 1024 * 1024
 """A cut line loses one at most; on a slow line each is still a few seconds."""
 READ_BYTES = 1024 * 1024
+
+
+def file_size(path: str | os.PathLike[str]) -> int:
+    """Size in bytes of a file that is to be sent. Raises UserError where it is none."""
+    source = Path(path)
+    if not source.is_file():
+        kind = "is a folder; upload its files" if source.is_dir() else "there is no such file"
+        raise UserError(kind, where=Where(file=str(path)))
+    return source.stat().st_size
 
 
 def file_sha256(path: Path) -> tuple[int, str]:

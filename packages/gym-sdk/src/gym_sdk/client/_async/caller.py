@@ -21,13 +21,21 @@ class AsyncCaller:
     """Makes calls for the resources of one client."""
 
     def __init__(
-        self, transport: AsyncTransport, api_key: str, timeout_s: float | None, patience_s: float | None
+        self,
+        transport: AsyncTransport,
+        api_key: str,
+        *,
+        timeout_s: float | None,
+        connect_timeout_s: float,
+        patience_s: float | None,
     ) -> None:
         self._transport = transport
         self._api_key = api_key
         self._client = client_name()
         self.timeout_s = timeout_s
         """Of a call that has no deadline of its own, over all attempts."""
+        self.connect_timeout_s = connect_timeout_s
+        """How long one call tries a daemon that does not answer at all."""
         self.patience_s = patience_s
         """How long a stream that broke off is opened again before giving up; None for ever."""
 
@@ -46,7 +54,8 @@ class AsyncCaller:
     ) -> Response:
         """Call a method until it answers, the deadline is over, or it may not be repeated. Raises RemoteError."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        start_s = time.monotonic()
+        end_s = None if timeout_s is None else start_s + timeout_s
         backoff, headers = Backoff(), self.headers()
         while True:
             left_s = None if end_s is None else max(0.001, end_s - time.monotonic())
@@ -56,7 +65,9 @@ class AsyncCaller:
                 if not may_repeat(error, repeat):
                     raise
                 delay_s = backoff.next_delay_s(error)
-                if end_s is not None and time.monotonic() + delay_s >= end_s:
+                next_s = time.monotonic() + delay_s
+                unanswered = not error.reason and next_s - start_s > self.connect_timeout_s
+                if unanswered or (end_s is not None and next_s >= end_s):
                     raise
                 await sleep(delay_s)
 

@@ -15,7 +15,7 @@ from gym_sdk.client._async.caller import AsyncCaller
 from gym_sdk.client._async.pages import all_pages
 from gym_sdk.client._progress import OnProgress, quiet
 from gym_sdk.client._retry import Backoff, may_reconnect
-from gym_sdk.client._transfer import CHUNK_BYTES, PartFile, file_sha256, read_chunk, stable_request_id
+from gym_sdk.client._transfer import CHUNK_BYTES, PartFile, file_sha256, file_size, read_chunk, stable_request_id
 from gym_sdk.client.errors import Conflict, InvalidRequest, NotFound, RemoteError, ServerFault
 from gym_sdk.client.types import FileInfo, FilePurpose
 from gym_sdk.errors import UserError, Where
@@ -41,10 +41,8 @@ class AsyncFiles:
         Content that the daemon has already is not sent again, and an upload that broke off, in this process or an
         earlier one, goes on where it stood. `on_progress(done, total)` counts bytes.
         """
+        file_size(path)
         source = Path(path)
-        if not source.is_file():
-            kind = "is a folder; upload its files" if source.is_dir() else "there is no such file"
-            raise UserError(kind, where=Where(file=str(path)))
         size_bytes, sha256 = await to_thread(file_sha256, source)
         name = filename or source.name
         request = pb.CreateUploadRequest(

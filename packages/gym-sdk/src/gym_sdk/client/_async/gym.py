@@ -31,8 +31,9 @@ class AsyncGym:
 
     Where the daemon is and which key opens it comes from the arguments, else from `GYM_BASE_URL`, `GYM_API_KEY` and
     `GYM_PROFILE`, else from the profile file, else it is this machine's own daemon. Nothing is sent before the first
-    call. `timeout_s` is the whole time that a call may take, repetitions included. `patience_s` is how long a broken
-    stream (events, logs, downloads) is opened again before giving up.
+    call. `timeout_s` is the whole time that a call may take, repetitions included; `connect_timeout_s` how long it
+    tries a daemon that does not answer at all. `patience_s` is how long what may take hours (events, logs, downloads,
+    `wait`) puts up with a daemon that is gone.
     """
 
     def __init__(
@@ -42,12 +43,17 @@ class AsyncGym:
         api_key: str | None = None,
         profile: str | None = None,
         timeout_s: float | None = 60.0,
+        connect_timeout_s: float = 10.0,
         patience_s: float | None = 900.0,
         transport: AsyncTransport | None = None,
     ) -> None:
         self.settings: Settings = resolve_settings(base_url, api_key, profile)
         self._caller = AsyncCaller(
-            transport or open_transport(self.settings), self.settings.api_key, timeout_s, patience_s
+            transport or open_transport(self.settings),
+            self.settings.api_key,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            patience_s=patience_s,
         )
         self.files: AsyncFiles = AsyncFiles(self._caller)
         self.jobs: AsyncJobs = AsyncJobs(self._caller, self.files)

@@ -260,9 +260,15 @@ class AsyncJobs:
     async def wait(self, job_id: str, *, timeout_s: float | None = None, check: bool = True) -> AsyncJob:
         """Wait until a job has ended. Raises RunFailed (unless `check` is False), TimedOut."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        delay_s = 0.2
+        delay_s, backoff, quiet_since_s = 0.2, Backoff(), time.monotonic()
         while True:
-            job = await self.get(job_id)
+            try:
+                job = await self.get(job_id)
+            except RemoteError as error:
+                await self._wait_to_reconnect(error, backoff, quiet_since_s)
+                continue
+            backoff.reset()
+            quiet_since_s = time.monotonic()
             if job.state is not None and job.state.is_final:
                 break
             if end_s is not None and time.monotonic() >= end_s:

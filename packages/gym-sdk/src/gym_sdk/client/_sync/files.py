@@ -16,7 +16,7 @@ from gym_sdk.client._retry import Backoff, may_reconnect
 from gym_sdk.client._sync._primitives import sleep, to_thread
 from gym_sdk.client._sync.caller import Caller
 from gym_sdk.client._sync.pages import all_pages
-from gym_sdk.client._transfer import CHUNK_BYTES, PartFile, file_sha256, read_chunk, stable_request_id
+from gym_sdk.client._transfer import CHUNK_BYTES, PartFile, file_sha256, file_size, read_chunk, stable_request_id
 from gym_sdk.client.errors import Conflict, InvalidRequest, NotFound, RemoteError, ServerFault
 from gym_sdk.client.types import FileInfo, FilePurpose
 from gym_sdk.errors import UserError, Where
@@ -42,10 +42,8 @@ class Files:
         Content that the daemon has already is not sent again, and an upload that broke off, in this process or an
         earlier one, goes on where it stood. `on_progress(done, total)` counts bytes.
         """
+        file_size(path)
         source = Path(path)
-        if not source.is_file():
-            kind = "is a folder; upload its files" if source.is_dir() else "there is no such file"
-            raise UserError(kind, where=Where(file=str(path)))
         size_bytes, sha256 = to_thread(file_sha256, source)
         name = filename or source.name
         request = pb.CreateUploadRequest(
