@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from gym_sdk.cli import Command
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "plan": Command("Say what a run needs and how fast it will be", "gym_trainer.cli.plan:plan"),
+}

@@ -16,7 +16,9 @@ Legend: B batch (1), H query heads, K key-value heads, T packed tokens, L one do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -125,15 +127,16 @@ def varlen(
     Raises:
         LeakingAttention: no document bounds, or a feature that the kernel does not have.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     cu_seq_lens = _bounds(cu_seq_lens_q, query_BHTE, attention_mask, kwargs)
     for name, value in (("dropout", dropout or None), ("softcap", softcap), ("attention sinks (s_aux)", s_aux)):
         if value is not None:
             raise LeakingAttention(
                 f"{VARLEN} attention has no {name}", hint="set performance.attention=sdpa, which has it"
             )
-    out_THE = varlen_attn(
+    kernel, takes_enable_gqa = _varlen_kernel()
+    # torch 2.11 groups queries by itself; later versions want it said
+    grouped = {"enable_gqa": query_BHTE.shape[1] != key_BKTE.shape[1]} if takes_enable_gqa else {}
+    out_THE = kernel(
         query_BHTE[0].transpose(0, 1),
         key_BKTE[0].transpose(0, 1),
         value_BKTE[0].transpose(0, 1),
@@ -143,20 +146,27 @@ def varlen(
         max_length_q if max_length_q is not None else query_BHTE.shape[2],
         scale=scaling,
         window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        enable_gqa=query_BHTE.shape[1] != key_BKTE.shape[1],
+        **grouped,
     )
     return out_THE[None], None
 
 
-def choose(config: PreTrainedConfig, device: torch.device | str, dtype: torch.dtype, requested: str = "auto") -> str:
-    """The attention implementation's name for packed rows on this device.
+def choose(
+    config: PreTrainedConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    requested: str = "auto",
+    *,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """The attention implementation's name for packed rows on this device, or on one of another CUDA capability.
 
     Raises:
         LeakingAttention: this model cannot keep packed documents apart (`why_not_isolated` says why).
     """
     if reason := why_not_isolated(config):
         raise LeakingAttention(reason, hint="train with data.packing=false: one document at a time")
-    if requested == "sdpa" or why_not_varlen(config, device, dtype):
+    if requested == "sdpa" or why_not_varlen(config, device, dtype, capability=capability):
         return PER_DOCUMENT
     if requested == "varlen":
         return VARLEN
@@ -167,14 +177,22 @@ def choose(config: PreTrainedConfig, device: torch.device | str, dtype: torch.dt
     return VARLEN
 
 
-def why_not_varlen(config: PreTrainedConfig, device: torch.device | str, dtype: torch.dtype) -> str | None:
+def why_not_varlen(
+    config: PreTrainedConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
     """Why the variable-length kernel cannot serve this model here, or None when it can."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] < 8:
+    if capability is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+    if capability is not None and capability < (8, 0):
         return "flash kernels need compute capability 8.0 or newer"
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -254,6 +272,13 @@ def check_isolation(model: PreTrainedModel, tolerance: float | None = None) -> N
             f"packed documents see each other in {type(model).__name__}: logits moved by {error:.2e}",
             hint="train with data.packing=false: one document at a time",
         )
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Callable[..., torch.Tensor], bool]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _bounds(

@@ -34,7 +34,14 @@ def split(model: nn.Module) -> tuple[nn.Module, OutputHead]:
     Raises:
         HeadNotLinear: the head has an adapter of its own or does something unknown; the message says which.
     """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body, head = parts(model)
+    _show_equal(_causal(model), body, head)
+    return body, head
+
+
+def parts(model: nn.Module) -> tuple[nn.Module, OutputHead]:
+    """What `split` returns, on the word of the configuration alone: for models without bytes."""
+    causal_lm = _causal(model)
     body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
     output = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
     if body is None or body is causal_lm or output is None:
@@ -44,11 +51,13 @@ def split(model: nn.Module) -> tuple[nn.Module, OutputHead]:
     if type(output) is not nn.Linear:
         raise HeadNotLinear(f"the output head of {type(causal_lm).__name__} is a {type(output).__name__}")
     text_config = causal_lm.config.get_text_config()
-    head = OutputHead(
+    return body, OutputHead(
         weight_VD=output.weight, bias_V=output.bias, softcap=_softcap(text_config), scale=_scale(text_config)
     )
-    _show_equal(causal_lm, body, head)
-    return body, head
+
+
+def _causal(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def logits_of(hidden_TD: torch.Tensor, head: OutputHead) -> torch.Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -128,6 +129,12 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def _as_head(head: OutputHead | torch.Tensor) -> OutputHead:
     return OutputHead(weight_VD=head) if isinstance(head, torch.Tensor) else head
 
@@ -169,7 +176,7 @@ class _CrossEntropy(torch.autograd.Function):
         chunk_size: int,
         grad_enabled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(hidden_TD.device.type, enabled=False):
+        with _without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             needed = [grad_enabled and need for need in ctx.needs_input_grad[:3]]
@@ -215,7 +222,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, labels_T)
         ctx.shape, ctx.chunk_size = shape, chunk_size
         logprobs_T = torch.empty(hidden_TD.shape[0], device=hidden_TD.device)
-        with torch.autocast(hidden_TD.device.type, enabled=False):
+        with _without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             for start in range(0, hidden_TD.shape[0], chunk_size):
@@ -228,7 +235,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, labels_T = ctx.saved_tensors
-        with torch.autocast(hidden_TD.device.type, enabled=False):
+        with _without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             grads = _Gradients(hidden_TD, weight, bias, *ctx.needs_input_grad[:3])

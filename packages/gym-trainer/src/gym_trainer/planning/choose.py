@@ -1,0 +1,307 @@
+"""From a specification, a configuration and a device to the fastest setting that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gym_sdk.errors import DoesNotFit, UserError
+from gym_sdk.spec.adapter import LoraAdapter
+from gym_trainer.fast import attention
+from gym_trainer.fast.apply import FastPath
+from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, SpeedPlan
+from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
+from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
+from gym_trainer.planning.memory import MemoryPlan, overhead
+from gym_trainer.planning.parts import parts_of
+from gym_trainer.planning.speed import Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from gym_sdk.spec import RunSpec
+
+_MOST_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+"""Larger micro-batches are no faster: the matrix products are large enough, and a processor's caches are small."""
+_WORTH_MEMORY = 1.02
+"""A setting must be this much faster to be chosen over one that takes less memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    micro_batch: MicroBatchEstimate
+    recompute_layers: int
+    memory: MemoryPlan
+    work: Work
+
+    @property
+    def time_per_token_s(self) -> float:
+        return self.work.time_s / self.micro_batch.num_tokens
+
+
+def plan(
+    spec: RunSpec,
+    config: PreTrainedConfig,
+    hardware: Hardware,
+    *,
+    data: DataShape | None = None,
+    price_per_hour: float | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Decide everything that is decided before weights load.
+
+    Args:
+        config: the model's configuration; no weights are read.
+        data: the rows' lengths, where the data is prepared; `data.max_length` stands for them otherwise.
+        price_per_hour: of the device, in any currency.
+        compare: also look for the smallest card that would do.
+
+    Raises:
+        DoesNotFit: with what would fit.
+        UserError: a setting that this device cannot serve.
+    """
+    hardware = _limited(spec, hardware)
+    dtype = _dtype(spec, hardware)
+    choice = _attention(spec, config, hardware, dtype)
+    longest = min(data.longest_row_tokens if data else spec.data.max_length, spec.data.max_length)
+    document_tokens = data.mean_row_tokens if data else spec.data.max_length
+    estimator = Estimator(
+        spec=spec,
+        hardware=hardware,
+        simulations=Simulations.of(spec, config, getattr(torch, dtype), FastPath(), document_tokens),
+    )
+    candidates = list(_candidates(estimator, longest, data))
+    fitting = [candidate for candidate in candidates if candidate.memory.fits]
+    if not fitting:
+        raise _does_not_fit(spec, config, hardware, candidates, data)
+    best = _best(fitting)
+    static = estimator.static()
+    step = optimizer_work(static, hardware)
+    num_weights, num_trained = estimator.num_weights()
+    speed = _speed(best, step, spec, hardware, dtype, data)
+    return Plan(
+        device=hardware.kind,
+        hardware=hardware.name,
+        num_threads=hardware.num_threads,
+        dtype=dtype,
+        num_weights=num_weights,
+        num_trained=num_trained,
+        attention=choice or "sdpa",
+        packed=choice is not None,
+        micro_batch_tokens=best.micro_batch.num_tokens,
+        num_layers=estimator.num_layers,
+        recompute_layers=best.recompute_layers,
+        loss_chunk_size=estimator.simulations.fast.loss_chunk_size,
+        compile=False,
+        memory=best.memory,
+        speed=speed,
+        run=_run(spec, speed, data, price_per_hour),
+        parts=parts_of(spec, config, hardware, dtype, packed=choice is not None, recompute=best.recompute_layers),
+        smaller=_smaller(spec, config, hardware, data) if compare and hardware.kind == "cuda" else None,
+    )
+
+
+def _limited(spec: RunSpec, hardware: Hardware) -> Hardware:
+    limit = spec.performance.memory_limit_gb
+    return hardware if limit is None else hardware.limited_to(int(limit * 1e9))
+
+
+def _dtype(spec: RunSpec, hardware: Hardware) -> DtypeName:
+    if spec.model.dtype == "auto":
+        return hardware.training_dtype
+    if spec.model.dtype not in hardware.matmul_flops_per_s:
+        raise UserError(
+            f"{hardware.name} does not compute in {spec.model.dtype}",
+            hint=f"set model.dtype=auto, which is {hardware.training_dtype} there",
+        )
+    return spec.model.dtype
+
+
+def _attention(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, dtype: DtypeName) -> str | None:
+    """The attention's name for packed rows, or None where rows go one by one."""
+    if not spec.data.packing or attention.why_not_isolated(config):
+        return None
+    return attention.choose(
+        config,
+        hardware.kind,
+        getattr(torch, dtype),
+        spec.performance.attention,
+        capability=hardware.capability,
+    )
+
+
+def _candidates(estimator: Estimator, longest: int, data: DataShape | None) -> Iterator[_Candidate]:
+    step_tokens = _step_tokens(estimator.spec, data)
+    for num_tokens in _micro_batch_sizes(estimator, longest, data):
+        micro_batch = estimator.micro_batch(num_tokens)
+        for num_recomputed in _recompute_choices(estimator, micro_batch, step_tokens):
+            memory = _memory(estimator, micro_batch, num_recomputed, step_tokens)
+            yield _Candidate(
+                micro_batch=micro_batch,
+                recompute_layers=num_recomputed,
+                memory=memory,
+                work=micro_batch.work(num_recomputed),
+            )
+
+
+def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | None) -> list[int]:
+    """From the longest row, which is never split, in doublings up to a whole step."""
+    spec = estimator.spec
+    if spec.train.micro_batch_tokens is not None:
+        return [max(spec.train.micro_batch_tokens, longest)]
+    most = max(longest, min(_step_tokens(spec, data), _MOST_MICRO_BATCH_TOKENS[estimator.hardware.kind]))
+    sizes = [longest]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    if sizes[-1] < most:
+        sizes.append(most)
+    return sizes
+
+
+def _recompute_choices(estimator: Estimator, micro_batch: MicroBatchEstimate, step_tokens: int) -> list[int]:
+    """The fewest layers that fit, or all of them to say what is missing."""
+    requested = estimator.spec.performance.recompute_layers
+    if requested != "auto":
+        if requested > estimator.num_layers:
+            raise UserError(
+                f"performance.recompute_layers is {requested}, but the model has {estimator.num_layers} layers"
+            )
+        return [requested]
+    for num_recomputed in range(estimator.num_layers + 1):
+        if _memory(estimator, micro_batch, num_recomputed, step_tokens).fits:
+            return [num_recomputed]
+    return [estimator.num_layers]
+
+
+def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recomputed: int, step_tokens: int) -> MemoryPlan:
+    """With several micro-batches a step, gradients are there from the first to the last; else they grow late."""
+    static = estimator.static()
+    accumulates = micro_batch.num_tokens < step_tokens
+    early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
+    peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)
+    activations = min(peak, micro_batch.memory.activations(estimator.num_layers, num_recomputed))
+    return MemoryPlan(
+        weights=static.frozen_weights + static.trained_weights,
+        gradients=early,
+        optimizer=static.optimizer,
+        activations=activations,
+        workspace=peak - activations,
+        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak),
+        limit=estimator.hardware.memory_bytes,
+    )
+
+
+def _step_tokens(spec: RunSpec, data: DataShape | None) -> int:
+    return (data.mean_row_tokens if data else spec.data.max_length) * spec.train.batch_size
+
+
+def _best(fitting: list[_Candidate]) -> _Candidate:
+    fastest = min(candidate.time_per_token_s for candidate in fitting)
+    good = [c for c in fitting if c.time_per_token_s <= fastest * _WORTH_MEMORY]
+    return min(good, key=lambda candidate: candidate.memory.total)
+
+
+def _speed(
+    best: _Candidate, step: Work, spec: RunSpec, hardware: Hardware, dtype: DtypeName, data: DataShape | None
+) -> SpeedPlan:
+    step_tokens = _step_tokens(spec, data)
+    num_tokens = min(best.micro_batch.num_tokens, step_tokens)
+    time_per_token_s = best.time_per_token_s + step.time_s / step_tokens
+    flops_per_token = best.micro_batch.kept.flops / best.micro_batch.num_tokens
+    peak = hardware.peak_flops_per_s.get(dtype, hardware.matmul_flops_per_s[dtype])
+    return SpeedPlan(
+        flops_per_token=flops_per_token,
+        peak_flops_per_s=peak,
+        micro_batch_time_s=best.time_per_token_s * num_tokens,
+        optimizer_time_s=step.time_s,
+        throughput_tokens_per_s=1 / time_per_token_s,
+        model_flops_utilisation=flops_per_token / time_per_token_s / peak,
+    )
+
+
+def _run(spec: RunSpec, speed: SpeedPlan, data: DataShape | None, price_per_hour: float | None) -> RunPlan | None:
+    if data is None:
+        return None
+    per_epoch = math.ceil(data.num_rows / spec.train.batch_size)
+    num_steps = spec.train.max_steps or math.ceil(spec.train.epochs * per_epoch)
+    num_tokens = round(num_steps / per_epoch * data.num_tokens)
+    time_s = num_tokens / speed.throughput_tokens_per_s
+    cost = None if price_per_hour is None else price_per_hour * time_s / 3600
+    return RunPlan(num_steps=num_steps, num_tokens=num_tokens, time_s=time_s, cost=cost)
+
+
+def _smaller(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None) -> Option | None:
+    """The card with the least memory that would do, if it has less than this one."""
+    for card in sorted(DEVICES.values(), key=lambda card: card.memory_bytes):
+        if card.memory_bytes >= hardware.memory_bytes:
+            return None
+        try:
+            other = plan(spec, config, card, data=data, compare=False)
+        except UserError:
+            continue
+        return Option(
+            device=card.name,
+            throughput_tokens_per_s=other.speed.throughput_tokens_per_s,
+            memory_bytes=other.memory.total,
+        )
+    return None
+
+
+def _does_not_fit(
+    spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, candidates: list[_Candidate], data: DataShape | None
+) -> DoesNotFit:
+    least = min(candidates, key=lambda candidate: candidate.memory.total).memory
+    return DoesNotFit(
+        f"the run needs {_gib(least.total)} GiB and {hardware.name} has {_gib(least.limit)} GiB "
+        f"(weights {_gib(least.weights)}, gradients {_gib(least.gradients)}, optimizer {_gib(least.optimizer)}, "
+        f"activations and workspace {_gib(least.activations + least.workspace)}, overhead {_gib(least.overhead)})",
+        hint=_what_would_fit(spec, config, hardware, data) or "use a smaller model",
+    )
+
+
+def _what_would_fit(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None) -> str | None:
+    """Changes to the specification that fit on this device, tried one after another, then a larger card."""
+    changes: list[tuple[str, RunSpec]] = []
+    if spec.performance.recompute_layers != "auto":
+        changes.append(("performance.recompute_layers=auto", _with(spec, "performance", recompute_layers="auto")))
+    if spec.train.micro_batch_tokens is not None:
+        changes.append(("no train.micro_batch_tokens", _with(spec, "train", micro_batch_tokens=None)))
+    base = spec
+    if not isinstance(spec.adapter, LoraAdapter):
+        base = spec.model_copy(update={"adapter": LoraAdapter()})
+        changes.append(("adapter.kind=lora", base))
+    if hardware.kind == "cuda" and spec.model.quantization == "none":
+        name = "adapter.kind=lora with model.quantization=nf4" if base is not spec else "model.quantization=nf4"
+        changes.append((name, _with(base, "model", quantization="nf4")))
+    length = spec.data.max_length // 2
+    while length >= 256:
+        changes.append((f"data.max_length={length}", _with(spec, "data", max_length=length)))
+        length //= 2
+    for name, changed in changes:
+        try:
+            plan(changed, config, hardware, data=data, compare=False)
+        except UserError:
+            continue
+        return f"{name} would fit"
+    for card in sorted(DEVICES.values(), key=lambda card: card.memory_bytes):
+        try:
+            plan(_with(spec, "performance", memory_limit_gb=None), config, card, data=data, compare=False)
+        except DoesNotFit:
+            # the search for a card must not search for cards in turn
+            continue
+        except UserError:
+            continue
+        return f"it would fit on a card of {_gib(card.memory_bytes)} GiB ({card.name})"
+    return None
+
+
+def _with(spec: RunSpec, section: str, **changes: object) -> RunSpec:
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update=changes)})
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"

@@ -1,0 +1,211 @@
+"""Memory and time of one micro-batch of a run, from simulations of a short model and a longer one."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gym_sdk.spec.adapter import LoraAdapter
+from gym_trainer.adapters import attach
+from gym_trainer.fast.apply import FastPath, applied
+from gym_trainer.fast.head import HeadNotLinear, parts
+from gym_trainer.fast.layers import decoder_layers
+from gym_trainer.fast.loss import linear_cross_entropy
+from gym_trainer.planning.hardware import Hardware
+from gym_trainer.planning.memory import LayerMemory, StaticMemory, static_memory
+from gym_trainer.planning.simulate import Simulator, Trace
+from gym_trainer.planning.speed import Work, work_of
+from gym_trainer.planning.workload import MicroBatchShape, layer_pattern, meta_model, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from gym_sdk.spec import RunSpec
+
+_QUANTIZED_BYTES = {"nf4": 0.5 + 0.0159, "int8": 1.0}
+"""Bytes a weight: nf4 with double quantisation keeps 8 bits for each 64 weights and 32 for each 256 of those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchEstimate:
+    """One micro-batch, forward and backward."""
+
+    num_tokens: int
+    memory: LayerMemory
+    kept: Work
+    """With every layer kept."""
+    recomputation: Work
+    """What recomputing one layer adds."""
+    num_layers: int
+
+    def work(self, num_recomputed: int) -> Work:
+        return self.kept + self.recomputation.times(num_recomputed)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a simulation depends on."""
+
+    adapter: str
+    config: str
+    dtype: torch.dtype
+    fast: FastPath
+    document_tokens: int
+
+
+class Simulations:
+    """Simulated micro-batches of a short model and of one with a pattern more. Independent of the device."""
+
+    def __init__(
+        self, spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, fast: FastPath, document_tokens: int
+    ):
+        self.fast = fast
+        self.document_tokens = document_tokens
+        self.num_layers: int = config.get_text_config().num_hidden_layers
+        pattern = layer_pattern(config)
+        self.lengths = (pattern, min(2 * pattern, self.num_layers))
+        short, long = self.lengths
+        self.num_extra = (self.num_layers - short) / (long - short) if long > short else 0.0
+        """Patterns beyond the short model; not whole where the layers are no multiple of the pattern."""
+        self.models = tuple(_build(spec, config, dtype, length) for length in self.lengths)
+        self._traces: dict[int, tuple[list[Trace], list[Trace]]] = {}
+
+    @classmethod
+    def of(
+        cls, spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, fast: FastPath, document_tokens: int
+    ) -> Simulations:
+        """Those made before for the same model, adapter and fast path, or new ones."""
+        key = _Key(spec.adapter.model_dump_json(), config.to_json_string(), dtype, fast, document_tokens)
+        if key not in _SIMULATIONS:
+            while len(_SIMULATIONS) >= _MOST_SIMULATIONS:
+                del _SIMULATIONS[next(iter(_SIMULATIONS))]
+            _SIMULATIONS[key] = cls(spec, config, dtype, fast, document_tokens)
+        return _SIMULATIONS[key]
+
+    def extrapolated(self, count: Callable[[nn.Module], float]) -> int:
+        """A number of the whole model, from the two that there are."""
+        short, long = (count(model) for model in self.models)
+        return round(short + (long - short) * self.num_extra)
+
+    def traces(self, num_tokens: int) -> tuple[list[Trace], list[Trace]]:
+        """Of the short and the longer model: every layer kept, every layer recomputed."""
+        if num_tokens not in self._traces:
+            shape = MicroBatchShape.of(num_tokens, self.document_tokens)
+            pairs = list(zip(self.models, self.lengths, strict=True))
+            kept = [self.trace(model, shape, 0) for model, _ in pairs]
+            recomputed = [self.trace(model, shape, length) for model, length in pairs]
+            self._traces[num_tokens] = kept, recomputed
+        return self._traces[num_tokens]
+
+    def trace(self, model: nn.Module, shape: MicroBatchShape, num_recomputed: int) -> Trace:
+        """One micro-batch of a model of `meta_model`, forward and backward, gradients being there already."""
+        inputs = shape.model_inputs()
+        labels_T = torch.zeros(shape.num_tokens, dtype=torch.long)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        with applied(model, self.fast.with_recompute(num_recomputed)), Simulator() as simulator:
+            loss = self._loss(model, inputs, labels_T)
+            simulator.mark("forward")
+            loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return simulator.trace
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], labels_T: torch.Tensor) -> torch.Tensor:
+        try:
+            body, head = parts(model)
+        except HeadNotLinear:
+            logits_TV = model(**inputs).logits[0].float()
+            return nn.functional.cross_entropy(logits_TV, labels_T.to("meta"), reduction="sum")
+        hidden_TD = body(**inputs).last_hidden_state[0]
+        return linear_cross_entropy(hidden_TD, head, labels_T, chunk_size=self.fast.loss_chunk_size).loss_sum
+
+
+_SIMULATIONS: dict[_Key, Simulations] = {}
+_MOST_SIMULATIONS = 4
+
+
+def _build(spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, num_layers: int) -> nn.Module:
+    model = meta_model(shortened(config, num_layers), dtype)
+    adapter = spec.adapter
+    if isinstance(adapter, LoraAdapter):
+        adapter = adapter.model_copy(update={"init": "default", "init_from": None})
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own deprecations, for models that never run
+        return attach(model, adapter, seed=0).model.train()  # type: ignore[arg-type]  # a PreTrainedModel on meta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """What a run holds and how long it takes on one device."""
+
+    spec: RunSpec
+    hardware: Hardware
+    simulations: Simulations
+
+    @property
+    def num_layers(self) -> int:
+        return self.simulations.num_layers
+
+    def static(self) -> StaticMemory:
+        """Weights, gradients and optimizer states of the whole model."""
+        short, long = self.simulations.models
+        memory = static_memory(short, long, self.simulations.num_extra)
+        return dataclasses.replace(
+            memory, frozen_weights=memory.frozen_weights - self.simulations.extrapolated(self._saved_by_quantization)
+        )
+
+    def num_weights(self) -> tuple[int, int]:
+        """All weights, and the trained ones."""
+        return (
+            self.simulations.extrapolated(lambda model: sum(p.numel() for p in model.parameters())),
+            self.simulations.extrapolated(lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        )
+
+    def _saved_by_quantization(self, model: nn.Module) -> float:
+        per_weight = _QUANTIZED_BYTES.get(self.spec.model.quantization)
+        if per_weight is None:
+            return 0
+        return sum(
+            module.weight.numel() * (module.weight.element_size() - per_weight)
+            for layer in decoder_layers(model)
+            for module in layer.modules()
+            if isinstance(module, nn.Linear) and not module.weight.requires_grad
+        )
+
+    def micro_batch(self, num_tokens: int) -> MicroBatchEstimate:
+        """The estimate for a micro-batch of so many tokens."""
+        kept, recomputed = self.simulations.traces(num_tokens)
+        short, long = self.simulations.lengths
+
+        def per_layer(traces: list[Trace]) -> int:
+            first, second = (trace.marks["forward"] for trace in traces)
+            return int((second - first) / (long - short) if long > short else first / short)
+
+        kept_work = [work_of(trace.operations, self.hardware) for trace in kept]
+        recomputed_work = work_of(recomputed[1].operations, self.hardware)
+        return MicroBatchEstimate(
+            num_tokens=num_tokens,
+            memory=LayerMemory(
+                kept_base=kept[1].peak_bytes - per_layer(kept) * long,
+                kept_per_layer=per_layer(kept),
+                recomputed_base=recomputed[1].peak_bytes - per_layer(recomputed) * long,
+                recomputed_per_layer=per_layer(recomputed),
+            ),
+            kept=kept_work[0] + (kept_work[1] - kept_work[0]).times(self.simulations.num_extra),
+            recomputation=(recomputed_work - kept_work[1]).times(1 / long),
+            num_layers=self.num_layers,
+        )
+
+
+def optimizer_work(static: StaticMemory, hardware: Hardware) -> Work:
+    """AdamW reads weight, gradient and two states and writes three of them; clipping reads and writes gradients."""
+    trained = static.trained_weights
+    num_bytes = trained * (4 + 3 + 3)
+    return Work(time_s=num_bytes / hardware.bandwidth_bytes_per_s, num_bytes=num_bytes)

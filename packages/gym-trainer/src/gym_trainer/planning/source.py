@@ -1,0 +1,62 @@
+"""A model's configuration and a run's data, as far as a plan needs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gym_sdk.errors import ModelError
+from gym_trainer.planning.decision import DataShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from gym_sdk.spec import RunSpec
+    from gym_sdk.spec.model import ModelSpec
+
+
+def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
+    """The configuration, and the model's folder where it is on this machine already.
+
+    Of a hub model only its `config.json` is fetched, a few kilobytes.
+
+    Raises:
+        ModelError: no such model, or an architecture that the installed transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    folder = _local_folder(model)
+    try:
+        config = AutoConfig.from_pretrained(
+            str(folder or model.source), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no configuration of {model.source}: {str(error).strip().splitlines()[0]}",
+            hint="check model.source; a hub model needs the network for its config.json",
+        ) from error
+    return config, folder
+
+
+def data_shape(spec: RunSpec, folder: Path) -> DataShape:
+    """The rows' lengths, from the prepared data (kept for the run itself)."""
+    from gym_data import prepare
+    from gym_sdk.folders import cache_dir
+
+    prepared = prepare(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed)
+    lengths = prepared.train.lengths
+    return DataShape(
+        num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
+    )
+
+
+def _local_folder(model: ModelSpec) -> Path | None:
+    from gym_serve.models import resolve
+
+    path = Path(model.source).expanduser()
+    if path.exists() or model.source.startswith("package:") or model.source.endswith(".gguf"):
+        return resolve(model.source, revision=model.revision).folder
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model.source, "tokenizer.json", revision=model.revision)
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -1,0 +1,220 @@
+"""Guards: memory and work are what the real code would hold and do; the choice fits, and a refusal says what would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
+
+from gym_sdk.errors import DoesNotFit, UserError
+from gym_sdk.spec import RunSpec
+from gym_trainer.adapters import attach
+from gym_trainer.cli.plan import parse_price
+from gym_trainer.fast.apply import FastPath, applied
+from gym_trainer.fast.attention import PER_DOCUMENT, attention_of
+from gym_trainer.planning import DEVICES, DataShape, Plan, by_name, plan, render
+from gym_trainer.planning.estimate import Estimator, Simulations
+from gym_trainer.planning.simulate import Simulator
+from gym_trainer.planning.workload import MicroBatchShape, layer_pattern, meta_model, shortened
+
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+def _spec(**sections):
+    return RunSpec.model_validate({"model": {"source": "m"}, "data": {"train": [{"source": "d"}]}} | sections)
+
+
+def _estimator(spec, config, dtype=torch.float32):
+    return Estimator(spec=spec, hardware=DEVICES["h200"], simulations=Simulations(spec, config, dtype, FastPath(), 32))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(num_hidden_layers=7, **SMALL), Gemma2Config(num_hidden_layers=6, **SMALL)],
+    ids=["equal layers", "alternating layers"],
+)
+def test_a_short_model_stands_for_the_whole(config):
+    spec = _spec()
+    estimator = _estimator(spec, config)
+    estimate = estimator.micro_batch(64)
+    whole = attach(meta_model(config, torch.float32), spec.adapter, seed=0).model.train()
+    for recompute in (0, 2, config.num_hidden_layers):
+        trace = estimator.simulations.trace(whole, MicroBatchShape.of(64, 32), recompute)
+        memory = estimate.memory.peak(config.num_hidden_layers, recompute)
+        assert memory == pytest.approx(trace.peak_bytes, rel=0.02)
+        assert estimate.work(recompute).flops == pytest.approx(trace.flops, rel=1e-6)
+    weights = sum(p.numel() for p in whole.parameters())
+    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    assert estimator.num_weights() == (weights, trained)
+
+
+def test_simulated_activations_are_those_that_autograd_saves():
+    config = LlamaConfig(num_hidden_layers=2, **SMALL)
+    lengths = (20, 12)
+    inputs = MicroBatchShape(lengths=lengths).model_inputs()
+    simulated = meta_model(config, torch.float32)
+    with Simulator() as simulator:
+        hidden = simulated.model(**inputs).last_hidden_state
+        simulator.mark("forward")
+    del hidden
+
+    real = LlamaForCausalLM(config)
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in real.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = -(-storage.nbytes() // 512) * 512
+        return tensor
+
+    inputs |= {"input_ids": torch.zeros(1, 32, dtype=torch.long), "position_ids": torch.arange(32)[None]}
+    with attention_of(real, PER_DOCUMENT), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = real.model(**inputs).last_hidden_state
+    del kept
+    # the real attention repeats keys and values for grouped queries and keeps slices; both are small beside the rest
+    assert simulator.trace.marks["forward"] == pytest.approx(sum(saved.values()), rel=0.15)
+
+
+def test_layer_pattern_and_shortening():
+    config = Gemma2Config(num_hidden_layers=6, **SMALL)
+    assert layer_pattern(config) == 2
+    assert shortened(config, 2).layer_types == config.layer_types[:2]
+    assert config.num_hidden_layers == 6
+    assert layer_pattern(LlamaConfig(num_hidden_layers=7, **SMALL)) == 1
+
+
+def test_lora_of_8b_costs_four_flops_a_weight_and_attention():
+    result = plan(_spec(), QWEN3_8B, DEVICES["h200"], compare=False)
+    assert result.num_weights - result.num_trained == 8_190_735_360
+    weights = 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288) + 151936 * 4096
+    lora = 36 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))
+    attention = 36 * 3.5 * 4 * 32 * 128 * (2048 + 1) / 2
+    first_layer_input = 2 * 4096 * (4096 + 2 * 1024)  # its gradient is not needed
+    expected = 4 * weights + 6 * lora + attention - first_layer_input
+    assert result.speed.flops_per_token == pytest.approx(expected, rel=2e-3)
+    assert result.recompute_layers == 0
+    assert result.attention == "gym_varlen"
+
+
+def test_less_memory_recomputes_more_layers_and_never_exceeds_the_limit():
+    needed = []
+    for limit_gb in (141, 80, 40, 24):
+        result = plan(_spec(performance={"memory_limit_gb": limit_gb}), QWEN3_8B, DEVICES["h200"], compare=False)
+        assert result.memory.total <= limit_gb * 1e9
+        needed.append(result.recompute_layers)
+    assert needed == sorted(needed)
+    assert needed[0] == 0 < needed[-1]
+
+
+def test_a_refusal_names_what_would_fit():
+    with pytest.raises(DoesNotFit) as refused:
+        plan(_spec(), QWEN3_8B, DEVICES["rtx-3060"])
+    assert refused.value.exit_code == 2
+    assert "rtx-3060 has 11.8 GiB" in str(refused.value)
+    assert "model.quantization=nf4 would fit" in str(refused.value)
+
+    full = _spec(adapter={"kind": "full"})
+    with pytest.raises(DoesNotFit, match=r"adapter.kind=lora would fit"):
+        plan(full, QWEN3_8B, DEVICES["rtx-4090"])
+
+
+def test_nf4_holds_linear_weights_in_half_a_byte():
+    result = plan(_spec(model={"source": "m", "quantization": "nf4"}), QWEN3_8B, DEVICES["rtx-4090"], compare=False)
+    linear = 36 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 12288)
+    rest = 8_190_735_360 - linear
+    assert result.memory.weights == pytest.approx(linear * 0.5159 + rest * 2 + result.num_trained * 4, rel=0.001)
+
+
+def test_a_card_without_bfloat16_is_planned_in_float16_and_without_flash_kernels():
+    config = LlamaConfig(num_hidden_layers=4, **SMALL)
+    result = plan(_spec(), config, DEVICES["t4"], compare=False)
+    assert (result.dtype, result.attention) == ("float16", PER_DOCUMENT)
+    states = {part.name: (part.state, part.why) for part in result.parts}
+    assert states["variable-length attention kernel"][0] == "off"
+    assert "8.0" in states["variable-length attention kernel"][1]
+    with pytest.raises(UserError, match="does not compute in bfloat16"):
+        plan(_spec(model={"source": "m", "dtype": "bfloat16"}), config, DEVICES["t4"])
+
+
+def test_the_data_gives_steps_time_and_cost():
+    config = LlamaConfig(num_hidden_layers=4, **SMALL)
+    data = DataShape(num_rows=100, num_tokens=5_000, longest_row_tokens=120)
+    result = plan(_spec(train={"epochs": 2.0}), config, DEVICES["l4"], data=data, price_per_hour=2.0)
+    assert result.run is not None
+    assert (result.run.num_steps, result.run.num_tokens) == (14, 10_000)
+    assert result.run.cost == pytest.approx(2.0 * result.run.time_s / 3600)
+    assert 120 <= result.micro_batch_tokens <= 50 * 16
+
+
+def test_the_plan_survives_json_and_reads_well():
+    config = LlamaConfig(num_hidden_layers=4, **SMALL)
+    result = plan(_spec(), config, DEVICES["rtx-4090"])
+    assert Plan.from_json(result.to_json()) == result
+    text = render(result)
+    for name in ("weights", "activations", "tokens/s", "packing", "recomputation", "rtx-4090"):
+        assert name in text
+    assert {part.state for part in result.parts} <= {"on", "off", "not applicable"}
+
+
+def test_this_processor_is_measured_and_planned_in_float32():
+    cpu = by_name("cpu")
+    assert cpu.matmul_flops_per_s["float32"] > 1e8
+    assert cpu.bandwidth_bytes_per_s > 1e8
+    result = plan(_spec(), LlamaConfig(num_hidden_layers=4, **SMALL), cpu)
+    assert (result.device, result.dtype, result.attention) == ("cpu", "float32", PER_DOCUMENT)
+    assert result.memory.overhead > 100 * 2**20
+
+
+def test_an_unknown_card_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean rtx-4090"):
+        by_name("RTX 4091")
+
+
+@pytest.mark.parametrize(("text", "price"), [("2.5/h", 2.5), ("$0.35/h", 0.35), ("3", 3.0), (None, None)])
+def test_prices(text, price):
+    assert parse_price(text) == price
+
+
+def test_a_price_that_is_none_is_refused():
+    with pytest.raises(UserError, match="price"):
+        parse_price("cheap")
+
+
+def test_recomputation_changes_nothing_but_memory_and_leaves_no_trace():
+    config = LlamaConfig(num_hidden_layers=3, attention_dropout=0.0, **SMALL)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 128, (1, 24))
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with applied(model, FastPath(recompute_layers=2)):
+        assert all("forward" in layer.__dict__ for layer in model.model.layers[:2])
+        for got, want in zip(gradients(), expected, strict=True):
+            assert torch.equal(got, want)
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+    with pytest.raises(ValueError, match="3 decoder layers"), applied(model, FastPath(recompute_layers=4)):
+        pass
