@@ -28,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 ACTIVITIES = ("feeding", "drinking", "resting", "moving", "bathing", "fighting", "dead")
 THREATS = ("snare", "gunshots", "fire", "logging", "livestock", "none")
 SYSTEM_PROMPT = (
-    f"Patrol note to JSON: species (singular), count, activity ({', '.join(ACTIVITIES)}), place, time (24h), "
-    f"threat ({', '.join(THREATS)}). Only animals seen now. Not said: null."
+    f"Patrol note to JSON: species, count, activity ({' '.join(ACTIVITIES)}), place, time, "
+    f"threat ({' '.join(THREATS)}). Only animals seen now; else null."
 )
 REGISTERS = ("radio", "diary", "report", "sms")
 
@@ -152,7 +152,7 @@ class Notes:
         place = dice.pick(self._places) if "{place}" in frame else None
         count = self._count(at_least=2 if activity == "fighting" else 1, at_most=species.largest_group)
         hour, minute = 4 + dice.below(19), dice.below(60)
-        if "{when}" in frame and dice.chance(0.5):
+        if "{when}" in frame and dice.chance(0.35):
             minute = dice.pick((0, 15, 30, 45))
         with_time = "{when}" in frame or "{clock}" in frame
         threat = dice.pick(THREATS[:-1]) if dice.chance(0.55) else "none"
@@ -238,7 +238,8 @@ class Notes:
         half = "am" if hour < 12 else "pm"
         part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
         twelve = (hour - 1) % 12 + 1
-        forms = [f"at {twelve}.{minute:02} {half}", f"at {twelve}:{minute:02}{half}", f"at {self._clock(hour, minute)}"]
+        forms = [f"at {twelve}.{minute:02} {half}", f"at {twelve}:{minute:02}{half}"]
+        forms += [f"at {self._clock(hour, minute)}"] * 2
         if minute == 0:
             forms = ["at noon"] if hour == 12 else [f"at {twelve} {half}", f"at {self._numbers[twelve]} {part}"]
         if minute in (15, 30):
@@ -317,7 +318,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the patrol notes of the quickstart.")
-    parser.add_argument("--train-rows", type=int, default=300)
+    parser.add_argument("--train-rows", type=int, default=420)
     parser.add_argument("--held-out-rows", type=int, default=240)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, default=HERE)
