@@ -67,6 +67,7 @@ CREATE TABLE jobs (
     message TEXT NOT NULL,
     failure_json TEXT,
     progress BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL DEFAULT 0,
     created_at REAL NOT NULL,
     queued_at REAL NOT NULL,
     started_at REAL,
@@ -76,7 +77,8 @@ CREATE TABLE jobs (
     run_dir TEXT,
     run_cursor INTEGER NOT NULL,
     last_sequence INTEGER NOT NULL,
-    model_id TEXT
+    model_id TEXT,
+    artifacts_json TEXT NOT NULL
 );
 CREATE UNIQUE INDEX jobs_by_request ON jobs (owner, request_id) WHERE request_id IS NOT NULL;
 CREATE INDEX jobs_by_owner ON jobs (owner, created_at);
@@ -105,6 +107,15 @@ CREATE TABLE job_events (
     PRIMARY KEY (job_id, sequence)
 ) WITHOUT ROWID;
 
+CREATE TABLE job_checkpoints (
+    job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    step INTEGER NOT NULL,
+    path TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    progress BLOB NOT NULL,
+    PRIMARY KEY (job_id, step)
+) WITHOUT ROWID;
+
 CREATE TABLE job_files (
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     file_id TEXT NOT NULL,
@@ -117,7 +128,8 @@ CREATE TABLE models (
     kind TEXT NOT NULL,
     base_id TEXT,
     source TEXT NOT NULL,
-    content_sha256 TEXT,
+    revision TEXT,
+    content_id TEXT,
     size_bytes INTEGER NOT NULL,
     created_at REAL NOT NULL,
     job_id TEXT,

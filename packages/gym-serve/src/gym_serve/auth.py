@@ -7,7 +7,9 @@ generate; an `admin` also manages models that all see, other keys' jobs, and rea
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import secrets
 import sqlite3
@@ -24,6 +26,8 @@ from gym_serve.errors import Reason, ServiceError
 _LOCAL_KEY_NAME = "local"
 _MEMORY_S = 2.0
 """How long a looked-up key is believed: a revoked key works no longer than this."""
+_USE_S = 60.0
+"""How fine the time of a key's last use is kept."""
 
 
 class Scope(StrEnum):
@@ -34,13 +38,26 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quota:
+    """Limits of one key; None is the daemon's own setting."""
+
+    max_running_jobs: int | None = None
+    max_queued_jobs: int | None = None
+    max_storage_bytes: int | None = None
+    max_requests_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Key:
     """A key without its secret."""
 
     id: str
     name: str
     scope: Scope
+    quota: Quota = Quota()
     created_at: float = 0.0
+    last_used_at: float | None = None
     revoked_at: float | None = None
 
     @property
@@ -63,14 +80,16 @@ def digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
-def insert_key(connection: sqlite3.Connection, name: str, scope: Scope, secret: str) -> Key:
+def insert_key(connection: sqlite3.Connection, name: str, scope: Scope, secret: str, quota: Quota | None = None) -> Key:
     """Stores a key. Names are unique among keys that are not revoked."""
+    if not 0 < len(name) <= 200 or not name.isprintable():
+        raise UserError("a key's name has 1 to 200 printable characters")
     if connection.execute("SELECT 1 FROM keys WHERE name = ? AND revoked_at IS NULL", (name,)).fetchone():
         raise UserError(f"there is a key named '{name}' already", hint="revoke it first, or choose another name")
-    key = Key(id=f"key-{secrets.token_hex(8)}", name=name, scope=scope, created_at=time.time())
+    key = Key(id=f"key-{secrets.token_hex(8)}", name=name, scope=scope, quota=quota or Quota(), created_at=time.time())
     connection.execute(
-        "INSERT INTO keys (id, name, scope, secret_sha256, created_at) VALUES (?, ?, ?, ?, ?)",
-        (key.id, name, scope.value, digest(secret), key.created_at),
+        "INSERT INTO keys (id, name, scope, secret_sha256, quota_json, created_at) VALUES (?, ?, ?, ?, ?, ?)",
+        (key.id, name, scope.value, digest(secret), json.dumps(dataclasses.asdict(key.quota)), key.created_at),
     )
     return key
 
@@ -96,7 +115,9 @@ def _key_of(row: sqlite3.Row) -> Key:
         id=row["id"],
         name=row["name"],
         scope=Scope(row["scope"]),
+        quota=Quota(**json.loads(row["quota_json"])),
         created_at=row["created_at"],
+        last_used_at=row["last_used_at"],
         revoked_at=row["revoked_at"],
     )
 
@@ -135,7 +156,18 @@ class Keyring:
             raise ServiceError(Reason.KEY_INVALID, "the API key is not known here")
         key = _key_of(row)
         self._memory[hashed] = (now, key)
+        if time.time() - (key.last_used_at or 0.0) > _USE_S:
+            await self._database.write(
+                lambda connection: connection.execute(
+                    "UPDATE keys SET last_used_at = ? WHERE id = ?", (time.time(), key.id)
+                )
+            )
         return key
+
+
+    def forget(self) -> None:
+        """Looks every key up again."""
+        self._memory.clear()
 
 
 def require_admin(key: Key) -> None:

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 TRAINING_PURPOSE = "fine-tune"
 """Files of this purpose must be rows that gym-data can read."""
-PURPOSES = (TRAINING_PURPOSE, "fine-tune-results", "user_data", "batch", "evals", "assistants", "vision")
+ADAPTER_PURPOSE = "adapter"
+RESULT_PURPOSE = "fine-tune-results"
+PURPOSES = (TRAINING_PURPOSE, RESULT_PURPOSE, ADAPTER_PURPOSE, "user_data", "batch", "evals", "assistants", "vision")
 _SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,8}){1,2}$")
 _COLLECT_AGE_S = 3600.0
 
@@ -39,6 +41,14 @@ class Progress:
 
     upload: Upload
     received_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Content that is here and is no file yet."""
+
+    id: str
+    size_bytes: int
 
 
 class FileService:
@@ -66,27 +76,15 @@ class FileService:
 
         `sha256` is checked when all is here. Raises `ServiceError` for names, sizes and quotas.
         """
-        _check_name(filename)
-        if purpose not in PURPOSES:
-            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}; got '{purpose}'", field="purpose")
-        if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
-            raise invalid("sha256 must be 64 hexadecimal digits", field="sha256")
-        if size_bytes < 0:
-            raise invalid("the size must not be negative", field="size_bytes")
-        self._check_size(size_bytes)
-        now = time.time()
-        upload = Upload(
-            id=f"upload_{secrets.token_hex(12)}",
-            owner=key.id,
-            request_id=request_id,
+        upload = self._new_upload(
+            key,
+            upload_id=f"upload_{secrets.token_hex(12)}",
             filename=filename,
             purpose=purpose,
             size_bytes=size_bytes,
             sha256=sha256,
-            created_at=now,
-            touched_at=now,
+            request_id=request_id,
             expires_after_s=expires_after_s,
-            state="pending",
         )
 
         def transaction(connection: sqlite3.Connection) -> Upload:
@@ -98,14 +96,7 @@ class FileService:
                         hint="use a new request id for each file",
                     )
                 return known
-            used = store.stored_bytes(connection, key.id)
-            if used + size_bytes > self._limits.max_storage_bytes_per_key:
-                raise ServiceError(
-                    Reason.QUOTA_EXCEEDED,
-                    f"{size_bytes} more bytes would be above this key's {self._limits.max_storage_bytes_per_key}, "
-                    f"of which {used} are used",
-                    hint="delete files that are no longer needed",
-                )
+            self._check_quota(connection, key, size_bytes)
             store.insert_upload(connection, upload)
             return upload
 
@@ -192,40 +183,69 @@ class FileService:
             await self._end(upload, "cancelled")
         return await self._own_upload(key, upload_id)
 
-    async def create(
+    async def receive(self, data: AsyncIterator[bytes]) -> Draft:
+        """Writes content whose name and purpose are not known yet. `keep` or `drop` must follow."""
+        draft_id = f"upload_{secrets.token_hex(12)}"
+        try:
+            size_bytes = await self._write(draft_id, data, self._limits.max_file_bytes)
+        except BaseException:
+            # Not awaited: the client that went away must not leave its bytes behind.
+            self._blobs.discard(draft_id)
+            raise
+        return Draft(id=draft_id, size_bytes=size_bytes)
+
+    def drop(self, draft: Draft) -> None:
+        """Removes what was received."""
+        self._blobs.discard(draft.id)
+
+    async def keep(
         self,
         key: Key,
+        draft: Draft,
         *,
         filename: str,
         purpose: str,
-        data: AsyncIterator[bytes],
         expires_after_s: float | None = None,
         reuse_s: float = 0.0,
     ) -> File:
-        """A file in one call. With `reuse_s`, the same content under the same name and purpose that this key sent
-        within that time is the same file: the official client sends again without a sign that it does."""
-        upload = (
-            await self.begin(key, filename=filename, purpose=purpose, size_bytes=0, expires_after_s=expires_after_s)
-        ).upload
+        """Makes what was received a file, checked. With `reuse_s`, the same content under the same name and purpose
+        that this key sent within that time is the same file: the official client sends again without a key for it."""
         try:
-            size_bytes = await self._write(upload.id, data, self._limits.max_file_bytes)
+            upload = self._new_upload(
+                key,
+                upload_id=draft.id,
+                filename=filename,
+                purpose=purpose,
+                size_bytes=draft.size_bytes,
+                expires_after_s=expires_after_s,
+            )
 
-            def announce(connection: sqlite3.Connection) -> Upload:
-                if store.stored_bytes(connection, key.id) + size_bytes > self._limits.max_storage_bytes_per_key:
-                    raise ServiceError(
-                        Reason.QUOTA_EXCEEDED,
-                        f"the file is above this key's {self._limits.max_storage_bytes_per_key} bytes",
-                        hint="delete files that are no longer needed",
-                    )
-                connection.execute("UPDATE uploads SET size_bytes = ? WHERE id = ?", (size_bytes, upload.id))
-                return store.get_upload(connection, upload.id)
+            def transaction(connection: sqlite3.Connection) -> None:
+                self._check_quota(connection, key, draft.size_bytes)
+                store.insert_upload(connection, upload)
 
-            upload = await self._database.write(announce)
+            await self._database.write(transaction)
+        except BaseException:
+            self.drop(draft)
+            raise
+        try:
             return await self._store(upload, reuse_s=reuse_s)
         except BaseException:
-            # Shielded: the client that went away must not leave its bytes behind.
             await asyncio.shield(self._end(upload, "cancelled"))
             raise
+
+    async def create(
+        self, key: Key, *, filename: str, purpose: str, data: AsyncIterator[bytes], expires_after_s: float | None = None
+    ) -> File:
+        """`receive` and `keep` in one."""
+        draft = await self.receive(data)
+        return await self.keep(key, draft, filename=filename, purpose=purpose, expires_after_s=expires_after_s)
+
+    async def find_content(self, key: Key, sha256: str, purpose: str) -> File | None:
+        """A file of this key with this content, so that it need not be sent."""
+        return await self._database.read(
+            lambda connection: store.file_with_content(connection, key.id, sha256.lower(), purpose)
+        )
 
     async def file(self, key: Key, file_id: str) -> File:
         """A file that this key may see."""
@@ -388,6 +408,55 @@ class FileService:
             return Progress(upload=upload, received_bytes=upload.size_bytes)
         received = await asyncio.to_thread(self._blobs.received, upload.id)
         return Progress(upload=upload, received_bytes=received)
+
+    def _new_upload(
+        self,
+        key: Key,
+        *,
+        upload_id: str,
+        filename: str,
+        purpose: str,
+        size_bytes: int,
+        sha256: str | None = None,
+        request_id: str | None = None,
+        expires_after_s: float | None = None,
+    ) -> Upload:
+        _check_name(filename)
+        if purpose not in PURPOSES:
+            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}; got '{purpose}'", field="purpose")
+        if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+            raise invalid("sha256 must be 64 hexadecimal digits", field="sha256")
+        if size_bytes < 0:
+            raise invalid("the size must not be negative", field="size_bytes")
+        if expires_after_s is not None and not 0 < expires_after_s < 1e9:
+            raise invalid("a file expires after more than 0 seconds", field="expires_after")
+        self._check_size(size_bytes)
+        now = time.time()
+        return Upload(
+            id=upload_id,
+            owner=key.id,
+            request_id=request_id,
+            filename=filename,
+            purpose=purpose,
+            size_bytes=size_bytes,
+            sha256=sha256,
+            created_at=now,
+            touched_at=now,
+            expires_after_s=expires_after_s,
+            state="pending",
+        )
+
+    def _check_quota(self, connection: sqlite3.Connection, key: Key, size_bytes: int) -> None:
+        limit = key.quota.max_storage_bytes
+        if limit is None:
+            limit = self._limits.max_storage_bytes_per_key
+        used = store.stored_bytes(connection, key.id)
+        if used + size_bytes > limit:
+            raise ServiceError(
+                Reason.QUOTA_EXCEEDED,
+                f"{size_bytes} more bytes would be above this key's {limit}, of which {used} are used",
+                hint="delete files that are no longer needed",
+            )
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_file_bytes:

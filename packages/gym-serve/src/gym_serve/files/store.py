@@ -75,6 +75,15 @@ def get_file(connection: sqlite3.Connection, file_id: str) -> File:
     return _file_of(row)
 
 
+def file_with_content(connection: sqlite3.Connection, owner: str, sha256: str, purpose: str) -> File | None:
+    """A file of an owner with this content and purpose."""
+    row = connection.execute(
+        "SELECT * FROM files WHERE owner = ? AND sha256 = ? AND purpose = ? ORDER BY created_at DESC LIMIT 1",
+        (owner, sha256, purpose),
+    ).fetchone()
+    return _file_of(row) if row else None
+
+
 def page_of_files(
     connection: sqlite3.Connection,
     *,

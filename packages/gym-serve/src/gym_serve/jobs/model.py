@@ -29,6 +29,8 @@ class JobState(StrEnum):
     """Done; its model is registered."""
 
 
+OUTPUT_FILE = "output.log"
+"""What the job's processes print, over all attempts."""
 ACTIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING})
 """States in which processes run."""
 FINAL = frozenset({JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED})
@@ -45,6 +47,32 @@ class Failure:
     hint: str = ""
     log_lines: tuple[str, ...] = ()
     """The last lines that the job printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A file that a job made, kept in the file store."""
+
+    kind: str
+    """`adapter`, `model`, `report`, `metrics`."""
+    path: str
+    """Below the artifact, with forward slashes."""
+    file_id: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that a run has written."""
+
+    job_id: str
+    step: int
+    path: str
+    """Below the run directory."""
+    created_at: float
+    progress: bytes
+    """A gym.v1.JobProgress: where the run stood."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +97,8 @@ class Job:
     """Only of a failed job."""
     progress: bytes
     """A gym.v1.JobProgress: where the run stands by its events."""
+    num_tokens: int = 0
+    """Tokens that the run has computed on, by its own metrics."""
     created_at: float
     queued_at: float
     started_at: float | None
@@ -82,6 +112,7 @@ class Job:
     """The sequence number of the last event that was taken over from the run's own log."""
     last_sequence: int
     model_id: str | None
+    artifacts: tuple[Artifact, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +140,8 @@ class Attempt:
     started_at: float
     ended_at: float | None
     outcome: str | None
+
+
+def checkpoint_name(job: Job, step: int) -> str:
+    """The id of the model that a checkpoint is."""
+    return f"{job.model_id or job.id}:ckpt-step-{step}"

@@ -28,3 +28,10 @@ def advance(progress: bytes, events: Iterable[RunEvent]) -> bytes:
             case _:
                 pass
     return message.SerializeToString()
+
+
+def num_tokens(event: RunEvent) -> int:
+    """The tokens computed on since the metric event before this one."""
+    if "num_tokens" not in event.metric.values:
+        return 0
+    return int(event.metric.values["num_tokens"].number)

@@ -41,8 +41,11 @@ def choose(
     last_started: Mapping[str, float],
     capacity: Capacity,
     now: float,
+    max_running: Mapping[str, int] | None = None,
 ) -> list[tuple[Job, list[int]]]:
-    """The jobs to start, in order, each with its GPUs' indices. `last_started` is the time of each key's last start."""
+    """The jobs to start, in order, each with its GPUs' indices. `last_started` is the time of each key's last start;
+    `max_running` has the keys with a limit of their own."""
+    own_limits = max_running or {}
     free = sorted(set(range(capacity.num_gpus)) - {gpu for one in running for gpu in one.gpus})
     free_places = capacity.max_cpu_jobs - sum(1 for one in running if not one.gpus)
     num_running = Counter(one.owner for one in running)
@@ -56,7 +59,7 @@ def choose(
 
     while waiting:
         for job in sorted(waiting, key=turn):
-            if num_running[job.owner] >= capacity.max_running_per_key:
+            if num_running[job.owner] >= own_limits.get(job.owner, capacity.max_running_per_key):
                 continue
             if job.num_gpus == 0:
                 if free_places <= 0:

@@ -22,12 +22,12 @@ from pathlib import Path
 from gym_sdk.errors import GymError
 from gym_serve._changes import Changes
 from gym_serve._database import Database
+from gym_serve.auth import list_keys
 from gym_serve.jobs import store
 from gym_serve.jobs.environment import job_environment
-from gym_serve.jobs.model import Attempt, Failure, Job, JobState
+from gym_serve.jobs.model import OUTPUT_FILE, Attempt, Failure, Job, JobState
 from gym_serve.jobs.queue import Capacity, Running, choose
 from gym_serve.jobs.runlog import RunLog
-from gym_serve.jobs.supervisor import OUTPUT_FILE
 from gym_serve.launchers.base import Launch, Launcher, Outcome
 from gym_serve.settings import JobSettings
 
@@ -118,8 +118,18 @@ class JobRunner:
             self._wake.clear()
 
     async def _schedule(self) -> None:
-        queued = await self._database.read(lambda connection: store.in_states(connection, [JobState.QUEUED]))
-        for job, gpus in choose(queued, list(self._running.values()), self._last_started, self._capacity, time.time()):
+        queued, keys = await self._database.read(
+            lambda connection: (store.in_states(connection, [JobState.QUEUED]), list_keys(connection))
+        )
+        chosen = choose(
+            queued,
+            list(self._running.values()),
+            self._last_started,
+            self._capacity,
+            time.time(),
+            {key.id: key.quota.max_running_jobs for key in keys if key.quota.max_running_jobs is not None},
+        )
+        for job, gpus in chosen:
             await self._start(job, gpus)
 
     async def _start(self, job: Job, gpus: list[int]) -> None:
@@ -139,6 +149,7 @@ class JobRunner:
         launch = Launch(
             command=self._command(job),
             directory=directory,
+            output=self._jobs_dir / job.id / OUTPUT_FILE,
             working_directory=self._jobs_dir / job.id,
             environment=job_environment(os.environ, self._settings.environment, gpus),
             token=secrets.token_hex(16),
@@ -216,7 +227,7 @@ class JobRunner:
         failure = Failure(
             message=outcome.describe(),
             exit_code=-outcome.signal if outcome.signal is not None else outcome.exit_code,
-            log_lines=await asyncio.to_thread(_last_lines, Path(attempt.directory) / OUTPUT_FILE),
+            log_lines=await asyncio.to_thread(_last_lines, self._jobs_dir / job_id / OUTPUT_FILE),
         )
         if outcome.succeeded and not outcome.stopped:
             if run_dir is None:

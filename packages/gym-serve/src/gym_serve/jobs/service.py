@@ -21,15 +21,16 @@ from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files.service import FileService
 from gym_serve.jobs import store
 from gym_serve.jobs.admission import ModelLookup, admit, place_files
-from gym_serve.jobs.model import ACTIVE, FINAL, Job, JobEvent, JobState
+from gym_serve.jobs.model import ACTIVE, FINAL, OUTPUT_FILE, Checkpoint, Job, JobEvent, JobState
 from gym_serve.jobs.runner import JobRunner
-from gym_serve.jobs.supervisor import OUTPUT_FILE
 from gym_serve.settings import JobSettings
 
 logger = logging.getLogger(__name__)
 
 _PAGE_OF_EVENTS = 500
 _KEEPALIVE_S = 15.0
+_LOG_CHUNK_BYTES = 256 * 1024
+_LOG_POLL_S = 0.25
 _MAX_LABELS = 64
 _MAX_LABEL_CHARS = 512
 
@@ -68,8 +69,10 @@ class JobService:
         num_gpus: int | None = None,
         max_attempts: int | None = None,
         origin: dict[str, object] | None = None,
+        validate_only: bool = False,
     ) -> Job:
         """Checks a specification and puts it into the queue. The same `request_id` gives the same job.
+        With `validate_only`, nothing is queued and the answer has no id.
 
         `num_gpus` is one when there are any and the specification does not ask for the CPU.
         Raises `SpecError` with the command's own messages, and `ServiceError` for quotas and request ids.
@@ -86,11 +89,14 @@ class JobService:
         needed = self._needed_gpus(spec, num_gpus)
         if max_attempts is not None and not 1 <= max_attempts <= 100:
             raise invalid("max_attempts must be from 1 to 100", field="max_attempts")
+        max_queued = key.quota.max_queued_jobs
+        if max_queued is None:
+            max_queued = self._settings.max_queued_per_key
         admitted = admit(spec, self._models, self._settings)
         files = {file_id: await self._files.file(key, file_id) for file_id in dict.fromkeys(admitted.file_ids)}
         now = time.time()
         job = Job(
-            id=f"job-{secrets.token_hex(12)}",
+            id="" if validate_only else f"job-{secrets.token_hex(12)}",
             owner=key.id,
             name=spec.name,
             spec_json=canonical_json(spec),
@@ -114,6 +120,8 @@ class JobService:
             last_sequence=0,
             model_id=None,
         )
+        if validate_only:
+            return job
         folder = self._jobs_dir / job.id
 
         def write_folder() -> None:
@@ -128,10 +136,10 @@ class JobService:
         def transaction(connection: sqlite3.Connection) -> Job:
             if request_id is not None and (known := store.by_request(connection, key.id, request_id)) is not None:
                 return _same(known, digest, request_id)
-            if store.count_queued(connection, key.id) >= self._settings.max_queued_per_key:
+            if store.count_queued(connection, key.id) >= max_queued:
                 raise ServiceError(
                     Reason.QUOTA_EXCEEDED,
-                    f"{self._settings.max_queued_per_key} jobs of this key wait already",
+                    f"{max_queued} jobs of this key wait already, as many as it may have",
                     hint="wait for one of them to start, or cancel one",
                 )
             return store.insert(connection, job, request_id, files)
@@ -226,6 +234,22 @@ class JobService:
         await self.get(key, job_id)
         return await self._database.read(lambda connection: store.events(connection, job_id, after=after, limit=limit))
 
+    async def latest_events(self, key: Key, job_id: str, *, before: int | None, limit: int) -> list[JobEvent]:
+        """A page of a job's events, the newest first."""
+        await self.get(key, job_id)
+        return await self._database.read(
+            lambda connection: store.latest_events(connection, job_id, before=before, limit=limit)
+        )
+
+    async def checkpoints(self, key: Key, job_id: str) -> list[Checkpoint]:
+        """The checkpoints of a job, the latest first."""
+        await self.get(key, job_id)
+        return await self._database.read(lambda connection: store.checkpoints(connection, job_id))
+
+    async def queue_position(self, job: Job) -> int:
+        """How many jobs have waited for longer."""
+        return await self._database.read(lambda connection: store.queue_position(connection, job))
+
     async def follow(self, key: Key, job_id: str, *, after: int) -> AsyncIterator[Sequence[JobEvent]]:
         """Batches of a job's events from `after`, each as it comes, until the job is in a final state.
 
@@ -252,23 +276,25 @@ class JobService:
                 if timed_out:
                     yield ()
 
-    async def output(self, key: Key, job_id: str, *, max_bytes: int) -> str:
-        """The end of what the job's present or last attempt printed."""
+    async def follow_output(
+        self, key: Key, job_id: str, *, offset: int, follow: bool
+    ) -> AsyncIterator[tuple[str, int]]:
+        """What the job's processes print from a byte on, in whole lines, each with the byte behind it. With `follow`,
+        goes on until the job is in a final state; the end of the log is not the end of the job."""
+        path = self._jobs_dir / job_id / OUTPUT_FILE
         await self.get(key, job_id)
-        attempts = await self._database.read(lambda connection: store.attempts(connection, job_id))
-        if not attempts:
-            return ""
-        path = Path(attempts[-1].directory) / OUTPUT_FILE
-
-        def read() -> str:
-            try:
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - max_bytes))
-                    return file.read(max_bytes).decode("utf-8", "replace")
-            except FileNotFoundError:
-                return ""
-
-        return await asyncio.to_thread(read)
+        while True:
+            # The state is looked up before the log: what was printed until the end is in it.
+            ended = not follow or (await self.get(key, job_id)).state in FINAL
+            data = await asyncio.to_thread(_read, path, offset)
+            complete = data if ended and len(data) < _LOG_CHUNK_BYTES else data[: data.rfind(b"\n") + 1]
+            if complete:
+                offset += len(complete)
+                yield complete.decode("utf-8", "replace"), offset
+            elif ended:
+                return
+            else:
+                await asyncio.sleep(_LOG_POLL_S)
 
     async def _stop(self, key: Key, job_id: str, stopping: JobState, stopped: JobState) -> Job:
         await self.get(key, job_id)
@@ -306,6 +332,15 @@ class JobService:
 
 _RESUMABLE = {JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
 _ENDED = {JobState.SUCCEEDED: "succeeded", JobState.FAILED: "failed", JobState.CANCELLED: "been cancelled"}
+
+
+def _read(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(_LOG_CHUNK_BYTES)
+    except FileNotFoundError:
+        return b""
 
 
 def _same(known: Job, digest: str, request_id: str) -> Job:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
 from gym_serve.errors import Reason, not_found
-from gym_serve.jobs.model import ACTIVE, FINAL, Attempt, Failure, Job, JobEvent, JobState
-from gym_serve.jobs.progress import advance
+from gym_serve.jobs.model import ACTIVE, FINAL, Artifact, Attempt, Checkpoint, Failure, Job, JobEvent, JobState
+from gym_serve.jobs.progress import advance, num_tokens
 
 
 def insert(connection: sqlite3.Connection, job: Job, request_id: str | None, file_ids: Iterable[str]) -> Job:
@@ -23,8 +23,8 @@ def insert(connection: sqlite3.Connection, job: Job, request_id: str | None, fil
     connection.execute(
         """INSERT INTO jobs (id, owner, request_id, name, spec_json, spec_sha256, labels_json, origin_json, num_gpus,
                max_attempts, state, message, progress, created_at, queued_at, attempt, not_before, run_cursor,
-               last_sequence)
-           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', x'', ?, ?, 0, ?, 0, 0)""",
+               last_sequence, artifacts_json)
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', x'', ?, ?, 0, ?, 0, 0, '[]')""",
         (
             job.id,
             job.owner,
@@ -202,13 +202,38 @@ def append_run_events(connection: sqlite3.Connection, job_id: str, events: Seque
     _append(
         connection,
         job_id,
-        [(event.time.seconds + event.time.nanos / 1e9, None, None, event.SerializeToString()) for event in new],
+        [(seconds_of(event), None, None, event.SerializeToString()) for event in new],
     )
+    progress = job.progress
+    for event in new:
+        progress = advance(progress, [event])
+        if event.HasField("checkpoint"):
+            connection.execute(
+                "INSERT OR REPLACE INTO job_checkpoints VALUES (?, ?, ?, ?, ?)",
+                (job_id, event.checkpoint.step, event.checkpoint.path, seconds_of(event), progress),
+            )
     connection.execute(
-        "UPDATE jobs SET run_cursor = ?, progress = ? WHERE id = ?",
-        (new[-1].sequence, advance(job.progress, new), job_id),
+        "UPDATE jobs SET run_cursor = ?, progress = ?, num_tokens = num_tokens + ? WHERE id = ?",
+        (new[-1].sequence, progress, sum(num_tokens(event) for event in new), job_id),
     )
     return len(new)
+
+
+def seconds_of(event: RunEvent) -> float:
+    """An event's time."""
+    return event.time.seconds + event.time.nanos / 1e9
+
+
+def checkpoints(connection: sqlite3.Connection, job_id: str) -> list[Checkpoint]:
+    """The checkpoints that a job's run has written, the latest first; not all of them are still on disk."""
+    rows = connection.execute("SELECT * FROM job_checkpoints WHERE job_id = ? ORDER BY step DESC", (job_id,))
+    return [Checkpoint(**row) for row in rows]
+
+
+def set_artifacts(connection: sqlite3.Connection, job_id: str, artifacts: Sequence[Artifact]) -> None:
+    """Writes down the files that a job made."""
+    text = json.dumps([dataclasses.asdict(artifact) for artifact in artifacts], ensure_ascii=False)
+    connection.execute("UPDATE jobs SET artifacts_json = ? WHERE id = ?", (text, job_id))
 
 
 def events(connection: sqlite3.Connection, job_id: str, *, after: int, limit: int) -> list[JobEvent]:
@@ -216,17 +241,16 @@ def events(connection: sqlite3.Connection, job_id: str, *, after: int, limit: in
     rows = connection.execute(
         "SELECT * FROM job_events WHERE job_id = ? AND sequence > ? ORDER BY sequence LIMIT ?", (job_id, after, limit)
     )
-    return [
-        JobEvent(
-            sequence=row["sequence"],
-            time=row["time"],
-            attempt=row["attempt"],
-            state=JobState(row["state"]) if row["state"] else None,
-            message=row["message"] or "",
-            run=row["run"],
-        )
-        for row in rows
-    ]
+    return [_event_of(row) for row in rows]
+
+
+def latest_events(connection: sqlite3.Connection, job_id: str, *, before: int | None, limit: int) -> list[JobEvent]:
+    """The events with a sequence number below `before`, the newest first."""
+    rows = connection.execute(
+        "SELECT * FROM job_events WHERE job_id = ? AND sequence < ? ORDER BY sequence DESC LIMIT ?",
+        (job_id, before if before is not None else 2**62, limit),
+    )
+    return [_event_of(row) for row in rows]
 
 
 def delete(connection: sqlite3.Connection, job_id: str) -> None:
@@ -274,6 +298,7 @@ def _job_of(row: sqlite3.Row) -> Job:
         message=row["message"],
         failure=_failure_of(row["failure_json"]),
         progress=row["progress"],
+        num_tokens=row["num_tokens"],
         created_at=row["created_at"],
         queued_at=row["queued_at"],
         started_at=row["started_at"],
@@ -284,6 +309,18 @@ def _job_of(row: sqlite3.Row) -> Job:
         run_cursor=row["run_cursor"],
         last_sequence=row["last_sequence"],
         model_id=row["model_id"],
+        artifacts=tuple(Artifact(**values) for values in json.loads(row["artifacts_json"])),
+    )
+
+
+def _event_of(row: sqlite3.Row) -> JobEvent:
+    return JobEvent(
+        sequence=row["sequence"],
+        time=row["time"],
+        attempt=row["attempt"],
+        state=JobState(row["state"]) if row["state"] else None,
+        message=row["message"] or "",
+        run=row["run"],
     )
 
 

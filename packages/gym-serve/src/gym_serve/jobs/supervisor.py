@@ -1,6 +1,6 @@
 """One process above each job, which ends everything that the job started. Standard library only, so it starts at once.
 
-`python -m gym_serve.jobs.supervisor DIRECTORY -- COMMAND...`
+`python -m gym_serve.jobs.supervisor DIRECTORY OUTPUT GRACE_S -- COMMAND...`
 
 - It outlives the daemon: a session of its own, no pipe to the daemon once it has begun.
 - It starts nothing before it reads `go` on its standard input. The daemon sends that after it has written down the
@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 
 EXIT_FILE = "exit.json"
-OUTPUT_FILE = "output.log"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _HANDLED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -72,7 +71,7 @@ def read_stat(pid: int) -> Stat | None:
 
 def main(arguments: list[str]) -> int:
     """Waits for `go`, runs the command to its end, leaves no descendant, and writes the exit file."""
-    directory, grace_s, command = Path(arguments[0]), float(arguments[1]), arguments[3:]
+    directory, output_path, grace_s, command = Path(arguments[0]), arguments[1], float(arguments[2]), arguments[4:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -85,7 +84,7 @@ def main(arguments: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
     started_at = time.time()
-    with (directory / OUTPUT_FILE).open("ab") as output:
+    with open(output_path, "ab") as output:
         try:
             process = subprocess.Popen(
                 command,

@@ -14,7 +14,9 @@ class Launch:
 
     command: Sequence[str]
     directory: Path
-    """A folder of this attempt's own, for its output and its end."""
+    """A folder of this attempt's own, for its end."""
+    output: Path
+    """The file to which all that it prints is appended."""
     working_directory: Path
     environment: Mapping[str, str]
     """All of it: nothing of the daemon's own environment is added."""

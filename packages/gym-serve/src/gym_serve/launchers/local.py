@@ -41,6 +41,7 @@ class LocalLauncher:
                     "-m",
                     "gym_serve.jobs.supervisor",
                     str(launch.directory),
+                    str(launch.output),
                     str(launch.grace_s),
                     "--",
                     *launch.command,
