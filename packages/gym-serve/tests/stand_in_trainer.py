@@ -45,6 +45,7 @@ def main(arguments: list[str]) -> int:
         name = spec.name
         run = RunDir.create(spec.output.dir, name)
         run.spec_path.write_text(dump_yaml(spec), encoding="utf-8")
+    (run.path / "pid").write_text(str(os.getpid()), encoding="utf-8")
     (run.path / "environment.json").write_text(json.dumps(dict(os.environ)), encoding="utf-8")
     with EventWriter(run.events_path) as events:
         events.state(RunState.TRAINING)

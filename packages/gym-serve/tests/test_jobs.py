@@ -387,7 +387,9 @@ async def test_keys_see_only_their_own_jobs(data: Path) -> None:
         for call in (daemon.jobs.get, daemon.jobs.cancel, daemon.jobs.pause, daemon.jobs.delete, daemon.jobs.resume):
             with pytest.raises(ServiceError, match=f"there is no job '{job.id}'"):
                 await call(BEN, job.id)
-        assert await daemon.jobs.list(BEN, limit=10, everyone=True) == []
+        assert await daemon.jobs.list(BEN, limit=10) == []
+        with pytest.raises(ServiceError, match="admin scope"):
+            await daemon.jobs.list(BEN, limit=10, everyone=True)
         assert [one.id for one in await daemon.jobs.list(ROOT, limit=10, everyone=True)] == [job.id]
         await daemon.until(job, *FINAL)
 

@@ -164,7 +164,6 @@ class Keyring:
             )
         return key
 
-
     def forget(self) -> None:
         """Looks every key up again."""
         self._memory.clear()

@@ -25,6 +25,7 @@ from gym_sdk.errors import ModelError
 from gym_serve._database import Database
 from gym_serve.auth import Key
 from gym_serve.errors import Reason, ServiceError, invalid, not_found
+from gym_serve.files.blobs import link_or_copy
 from gym_serve.models import inspect_adapter
 
 EVERYONE = ""
@@ -147,7 +148,7 @@ class Catalog:
             if (model.source, model.revision) == (source, revision):
                 return model
         base = Model(
-            id=self._free_id(model_id or base_name(source)),
+            id=self.free_id(model_id or base_name(source)),
             owner=EVERYONE,
             kind=ModelKind.BASE,
             base_id=None,
@@ -189,6 +190,34 @@ class Catalog:
         if known is not None and (known.content_id, known.base_id, known.owner) == (content_id, base.id, owner):
             return known
         return await self._insert(adapter)
+
+    async def add_tuned_base(
+        self, folder: Path, *, model_id: str, owner: str, job_id: str, lineage: dict[str, str]
+    ) -> Model:
+        """A whole model that a job has made. Its files are linked into the store where they can be, not copied."""
+        target, size_bytes = await asyncio.to_thread(self._link_model, folder, job_id)
+        known = self._models.get(model_id)
+        if known is not None and known.source == str(target):
+            return known
+        model = Model(
+            id=model_id,
+            owner=owner,
+            kind=ModelKind.BASE,
+            base_id=None,
+            source=str(target),
+            size_bytes=size_bytes,
+            created_at=time.time(),
+            job_id=job_id,
+            lineage=lineage,
+        )
+        return await self._insert(model)
+
+    async def discard(self, model: Model) -> None:
+        """Takes back a model that turned out not to be one."""
+        await self._database.write(
+            lambda connection: connection.execute("DELETE FROM models WHERE id = ?", (model.id,))
+        )
+        self._models.pop(model.id, None)
 
     async def remove(self, key: Key, name: str) -> Model:
         """Removes a model with its aliases. A base with adapters stays."""
@@ -293,11 +322,22 @@ class Catalog:
         size_bytes = sum(path.stat().st_size for path in target.iterdir())
         return f"sha256:{digest.hexdigest()}", target, size_bytes
 
+    def _link_model(self, folder: Path, job_id: str) -> tuple[Path, int]:
+        target = self._store / job_id
+        if not target.exists():
+            draft = self._store / f".{target.name}.{secrets.token_hex(4)}"
+            shutil.copytree(
+                folder, draft, copy_function=lambda source, target: link_or_copy(Path(source), Path(target))
+            )
+            draft.rename(target)
+        return target, sum(path.stat().st_size for path in target.rglob("*.safetensors"))
+
     def _shown(self, model: Model) -> Model:
         aliases = tuple(sorted(alias for alias, target in self._aliases.items() if target == model.id))
         return replace(model, aliases=aliases) if aliases else model
 
-    def _free_id(self, wanted: str) -> str:
+    def free_id(self, wanted: str) -> str:
+        """An id that no model has, made of the wanted one."""
         if wanted not in self._models:
             return wanted
         return next(f"{wanted}-{n}" for n in range(2, 10_000) if f"{wanted}-{n}" not in self._models)

@@ -62,7 +62,7 @@ def configure(settings: LogSettings) -> None:
     root.handlers = [handler]
     root.setLevel(settings.level.upper())
     # Their lines say less than the daemon's own access log, and one of them would say it twice.
-    for name in ("uvicorn.access", "httpx", "asyncio"):
+    for name in ("uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

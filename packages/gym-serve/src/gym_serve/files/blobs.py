@@ -112,10 +112,7 @@ class BlobStore:
         """Puts a blob's content at `target`, without a copy where the file system allows that."""
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
-        try:
-            os.link(self.path(sha256), target)
-        except OSError:
-            shutil.copyfile(self.path(sha256), target)
+        link_or_copy(self.path(sha256), target)
 
     def remove(self, sha256: str) -> None:
         """Removes a blob; whoever has it open or linked keeps it."""
@@ -134,6 +131,16 @@ class BlobStore:
         limit = time.time() - age_s
         return [path.name for path in self._incoming.iterdir() if path.stat().st_mtime < limit]
 
+    def take(self, upload: str, content: bytes | Path, *, link: bool) -> None:
+        """Puts content of this machine where uploads arrive."""
+        part = self._part(upload)
+        if isinstance(content, bytes):
+            part.write_bytes(content)
+        elif link:
+            link_or_copy(content, part)
+        else:
+            shutil.copyfile(content, part)
+
     def join(self, upload: str, parts: list[str]) -> None:
         """Makes an upload of other ones, in this order. They are gone then."""
         with self._part(upload).open("wb") as target:
@@ -146,6 +153,14 @@ class BlobStore:
     def _part(self, upload: str) -> Path:
         assert _NAME.fullmatch(upload), "upload ids are made by the daemon"
         return self._incoming / upload
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same content at another place, without a copy where the file system allows that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _sync(folder: Path) -> None:

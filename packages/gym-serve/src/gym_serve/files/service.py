@@ -241,6 +241,29 @@ class FileService:
         draft = await self.receive(data)
         return await self.keep(key, draft, filename=filename, purpose=purpose, expires_after_s=expires_after_s)
 
+    async def keep_result(
+        self, owner: str, file_id: str, filename: str, purpose: str, content: bytes | Path, *, link: bool = False
+    ) -> File:
+        """Keeps what a job made under an id that is known beforehand, outside its owner's quota. With `link`, a large
+        file is shared with the place where it lies instead of copied. Again does nothing."""
+        known = await self._database.read(lambda connection: store.find_file(connection, file_id))
+        if known is not None:
+            return known
+        name = f"result_{secrets.token_hex(12)}"
+        await asyncio.to_thread(self._blobs.take, name, content, link=link)
+        sha256, size_bytes = await asyncio.to_thread(self._blobs.finish, name, None)
+        file = File(
+            id=file_id,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            sha256=sha256,
+            size_bytes=size_bytes,
+            created_at=time.time(),
+        )
+        await self._database.write(lambda connection: store.insert_file(connection, file))
+        return file
+
     async def find_content(self, key: Key, sha256: str, purpose: str) -> File | None:
         """A file of this key with this content, so that it need not be sent."""
         return await self._database.read(
@@ -284,6 +307,10 @@ class FileService:
         target = folder / f"{file.id}{suffix}"
         self._blobs.link(file.sha256, target)
         return target
+
+    def place(self, file: File, target: Path) -> None:
+        """Puts a file's content at a path. Blocks on the disk."""
+        self._blobs.link(file.sha256, target)
 
     async def collect(self, *, min_age_s: float = _COLLECT_AGE_S) -> int:
         """Removes idle uploads, files whose time is over, and content that nothing names; returns how many contents."""

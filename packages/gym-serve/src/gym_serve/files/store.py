@@ -75,6 +75,12 @@ def get_file(connection: sqlite3.Connection, file_id: str) -> File:
     return _file_of(row)
 
 
+def find_file(connection: sqlite3.Connection, file_id: str) -> File | None:
+    """A file by its id, or None."""
+    row = connection.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
+    return _file_of(row) if row else None
+
+
 def file_with_content(connection: sqlite3.Connection, owner: str, sha256: str, purpose: str) -> File | None:
     """A file of an owner with this content and purpose."""
     row = connection.execute(

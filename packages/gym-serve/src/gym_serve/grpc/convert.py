@@ -43,7 +43,9 @@ def timestamp(seconds: float) -> Timestamp:
 # Pages: a token is the last item's id and the filters that it belongs to.
 
 
-def read_page(page_size: int, page_token: str, filters: Mapping[str, object], default: int = 50) -> tuple[str | None, int]:
+def read_page(
+    page_size: int, page_token: str, filters: Mapping[str, object], default: int = 50
+) -> tuple[str | None, int]:
     """The item after which the page begins, and the page's size (at most 1000)."""
     size = min(page_size or default, 1000)
     if not page_token:
@@ -69,7 +71,7 @@ def _comparable(filters: Mapping[str, object]) -> object:
 # Files.
 
 
-def purpose_of(number: int) -> str:
+def purpose_of(number: files_pb2.FilePurpose.ValueType) -> str:
     """The name of a purpose."""
     if number not in _PURPOSES:
         raise invalid("the purpose must be one of DATASET, ADAPTER and RESULT", field="purpose")
@@ -112,12 +114,12 @@ def upload_message(upload: Upload, received_bytes: int, expiry_s: float) -> file
 # Jobs.
 
 
-def state_number(state: JobState) -> jobs_pb2.JobState:
+def state_number(state: JobState) -> jobs_pb2.JobState.ValueType:
     """A state by its number."""
     return jobs_pb2.JobState.Value(f"JOB_STATE_{state.name}")
 
 
-def state_of(number: int) -> JobState:
+def state_of(number: jobs_pb2.JobState.ValueType) -> JobState:
     """A state by its number."""
     name = jobs_pb2.JobState.Name(number) if number in jobs_pb2.JobState.values() else ""
     if not name or number == jobs_pb2.JOB_STATE_UNSPECIFIED:
@@ -201,7 +203,7 @@ def artifact_messages(artifacts: tuple[Artifact, ...]) -> list[jobs_pb2.JobArtif
 # Models and keys.
 
 
-def kind_of(number: int) -> ModelKind | None:
+def kind_of(number: models_pb2.ModelKind.ValueType) -> ModelKind | None:
     """A kind; None for any."""
     if number == models_pb2.MODEL_KIND_UNSPECIFIED:
         return None
@@ -211,7 +213,7 @@ def kind_of(number: int) -> ModelKind | None:
 
 
 def model_message(
-    model: Model, state: models_pb2.ModelState, state_message: str = "", context_length: int = 0
+    model: Model, state: models_pb2.ModelState.ValueType, state_message: str = "", context_length: int = 0
 ) -> models_pb2.Model:
     """A model."""
     return models_pb2.Model(
@@ -255,7 +257,7 @@ def key_message(key: Key) -> server_pb2.Key:
     return message
 
 
-def scope_of(number: int) -> Scope:
+def scope_of(number: server_pb2.KeyScope.ValueType) -> Scope:
     """A scope by its number."""
     scopes = {server_pb2.KEY_SCOPE_USER: Scope.USER, server_pb2.KEY_SCOPE_ADMIN: Scope.ADMIN}
     if number not in scopes:
@@ -265,4 +267,5 @@ def scope_of(number: int) -> Scope:
 
 def quota_of(message: server_pb2.KeyQuota) -> Quota:
     """The limits of a key that are its own."""
-    return Quota(**{name: getattr(message, name) for name in _QUOTAS if message.HasField(name)})
+    given = {field.name for field, _ in message.ListFields()}
+    return Quota(**{name: getattr(message, name) for name in _QUOTAS if name in given})

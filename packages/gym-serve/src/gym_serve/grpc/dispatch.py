@@ -49,7 +49,7 @@ class Method:
 
 
 def methods(file: FileDescriptor, implementations: dict[str, object]) -> Iterator[Method]:
-    """Every method of every service of one schema file; `implementations` has an object for each service's short name."""
+    """Every method of every service of one schema file; `implementations` has an object for each service's name."""
     for service in file.services_by_name.values():
         implementation = implementations[service.name]
         for method in service.methods:

@@ -51,9 +51,7 @@ class FileRpc:
         received = await self._files.append(call.key, request.upload_id, request.offset_bytes, request.data)
         return pb.UploadChunkResponse(received_bytes=received)
 
-    async def CompleteUpload(
-        self, request: pb.CompleteUploadRequest, call: Call
-    ) -> pb.CompleteUploadResponse:
+    async def CompleteUpload(self, request: pb.CompleteUploadRequest, call: Call) -> pb.CompleteUploadResponse:
         """Checks and keeps the file."""
         file = await self._files.complete(call.key, request.upload_id)
         return pb.CompleteUploadResponse(file=convert.file_message(file))
@@ -85,9 +83,7 @@ class FileRpc:
         await self._files.delete(call.key, request.file_id)
         return pb.DeleteFileResponse()
 
-    async def DownloadFile(
-        self, request: pb.DownloadFileRequest, call: Call
-    ) -> AsyncIterator[pb.DownloadFileResponse]:
+    async def DownloadFile(self, request: pb.DownloadFileRequest, call: Call) -> AsyncIterator[pb.DownloadFileResponse]:
         """The bytes from an offset on."""
         file = await self._files.file(call.key, request.file_id)
         offset = request.offset_bytes

@@ -77,9 +77,7 @@ class JobRpc:
         await self._jobs.delete(call.key, request.job_id)
         return pb.DeleteJobResponse()
 
-    async def ListJobEvents(
-        self, request: pb.ListJobEventsRequest, call: Call
-    ) -> pb.ListJobEventsResponse:
+    async def ListJobEvents(self, request: pb.ListJobEventsRequest, call: Call) -> pb.ListJobEventsResponse:
         """A page of events."""
         filters = {"job": request.job_id, "newest_first": request.newest_first}
         token, size = convert.read_page(request.page_size, request.page_token, filters, default=200)
@@ -101,9 +99,7 @@ class JobRpc:
         async for batch in self._jobs.follow(call.key, request.job_id, after=request.after_sequence):
             yield pb.WatchJobEventsResponse(events=[convert.event_message(event) for event in batch])
 
-    async def WatchJobLog(
-        self, request: pb.WatchJobLogRequest, call: Call
-    ) -> AsyncIterator[pb.WatchJobLogResponse]:
+    async def WatchJobLog(self, request: pb.WatchJobLogRequest, call: Call) -> AsyncIterator[pb.WatchJobLogResponse]:
         """What the job's processes print."""
         async for text, offset in self._jobs.follow_output(
             call.key, request.job_id, offset=request.offset_bytes, follow=request.follow
@@ -132,9 +128,7 @@ class JobRpc:
             next_page_token=convert.next_page_token(str(found[size - 1].step), filters) if len(found) > size else "",
         )
 
-    async def ListJobArtifacts(
-        self, request: pb.ListJobArtifactsRequest, call: Call
-    ) -> pb.ListJobArtifactsResponse:
+    async def ListJobArtifacts(self, request: pb.ListJobArtifactsRequest, call: Call) -> pb.ListJobArtifactsResponse:
         """The files that a job made."""
         job = await self._jobs.get(call.key, request.job_id)
         return pb.ListJobArtifactsResponse(artifacts=convert.artifact_messages(job.artifacts))

@@ -7,16 +7,18 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue] - made at import
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 from grpc_status import rpc_status
@@ -55,12 +57,12 @@ class GrpcServer:
         self._metrics = metrics
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self._server = grpc.aio.server(options=options)
-        self.health = health.aio.HealthServicer()
+        self.health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method in methods:
             services.setdefault(method.service, {})[method.name] = self._handler(method)
-        self._names = [*services, health.SERVICE_NAME]
+        self._names = [*services, HEALTH]
         for name, handlers in services.items():
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         add_ServerReflectionServicer_to_server(
@@ -106,7 +108,7 @@ class GrpcServer:
 
     async def _run(
         self, method: Method, request: Message, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Message]:
+    ) -> AsyncGenerator[Message]:
         identity = _identity(context)
         token = request_id.set(identity)
         context.set_trailing_metadata((("x-request-id", identity),))
@@ -116,7 +118,8 @@ class GrpcServer:
         try:
             key = await self._admit(context)
             key_name = key.name
-            remaining = context.time_remaining()
+            # None without a deadline, whatever the stubs say.
+            remaining = cast("float | None", context.time_remaining())
             deadline = None if remaining is None else started + remaining
             call = Call(key=key, request_id=identity, deadline=deadline)
             with self._streams.hold(key) if method.is_long else nullcontext():
@@ -138,7 +141,7 @@ class GrpcServer:
                 logger.error("%s failed", method.path, exc_info=error)
             if told.reason is Reason.ADMIN_REQUIRED:
                 audit.warning("refused: %s", told.reason, extra={"path": method.path, "key": key_name})
-            await context.abort_with_status(rpc_status.to_status(rich_status(told)))
+            await _abort(context, told, identity)
         finally:
             seconds = time.monotonic() - started
             self._metrics.requests.labels("grpc", method.path, code).inc()
@@ -165,13 +168,16 @@ class _Reflection(reflection.aio.ReflectionServicer):
         super().__init__(names)
         self._admit = admit
 
-    async def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:
+    async def ServerReflectionInfo(  # pyright: ignore[reportIncompatibleMethodOverride] - a stream, stubbed as a call
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[Any]:
         """The schema, to who has a key."""
         try:
             await self._admit(context)
         except ServiceError as error:
-            await context.abort_with_status(rpc_status.to_status(rich_status(error)))
-        async for response in super().ServerReflectionInfo(request_iterator, context):
+            await _abort(context, error, _identity(context))
+        responses = cast("AsyncIterator[Any]", super().ServerReflectionInfo(request_iterator, context))
+        async for response in responses:
             yield response
 
 
@@ -193,12 +199,27 @@ def rich_status(error: ServiceError) -> status_pb2.Status:
         milliseconds = max(1, round(error.retry_after_s * 1000))
         delay = Duration(seconds=milliseconds // 1000, nanos=milliseconds % 1000 * 1_000_000)
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=getattr(grpc.StatusCode, error.reason.terms.grpc_code).value[0], message=error.message)
+    status = status_pb2.Status(
+        code=getattr(grpc.StatusCode, error.reason.terms.grpc_code).value[0], message=error.message
+    )
     for detail in details:
         packed = AnyMessage()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+async def _abort(context: Any, error: ServiceError, identity: str) -> None:
+    status = rpc_status.to_status(rich_status(error))
+    # It would replace what was set before.
+    metadata = (*status.trailing_metadata, ("x-request-id", identity))
+    await context.abort_with_status(_Status(status.code, status.details, metadata))
+
+
+class _Status(NamedTuple):
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
 
 
 def _identity(context: grpc.aio.ServicerContext[Any, Any]) -> str:

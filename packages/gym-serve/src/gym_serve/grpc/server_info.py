@@ -21,9 +21,7 @@ class ServerRpc:
     def __init__(self, info: Callable[[], pb.GetServerInfoResponse]) -> None:
         self._info = info
 
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, call: Call
-    ) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
         """Versions, limits and abilities."""
         response = self._info()
         response.scope = pb.KEY_SCOPE_ADMIN if call.key.is_admin else pb.KEY_SCOPE_USER
@@ -43,10 +41,8 @@ class KeyRpc:
         require_admin(call.key)
         scope, quota = convert.scope_of(request.scope), convert.quota_of(request.quota)
         secret = make_secret()
-        key = await self._database.write(
-            lambda connection: insert_key(connection, request.name, scope, secret, quota)
-        )
-        audit.info("key created", extra={"by": call.key.name, "created": key.id, "scope": key.scope})
+        key = await self._database.write(lambda connection: insert_key(connection, request.name, scope, secret, quota))
+        audit.info("key created", extra={"by": call.key.name, "key_id": key.id, "scope": key.scope})
         return pb.CreateKeyResponse(key=convert.key_message(key), secret=secret)
 
     async def ListKeys(self, request: pb.ListKeysRequest, call: Call) -> pb.ListKeysResponse:
@@ -74,7 +70,7 @@ class KeyRpc:
 
         await self._database.write(transaction)
         self._keyring.forget()
-        audit.info("key revoked", extra={"by": call.key.name, "revoked": request.key_id})
+        audit.info("key revoked", extra={"by": call.key.name, "key_id": request.key_id})
         keys = await self._database.read(list_keys)
         key = next(key for key in keys if request.key_id in (key.id, key.name) and key.revoked_at is not None)
         return pb.RevokeKeyResponse(key=convert.key_message(key))

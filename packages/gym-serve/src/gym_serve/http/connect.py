@@ -7,68 +7,32 @@ the message; the last envelope (flag 2) says how it ended, in JSON.
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gym_serve.errors import Reason, ServiceError, as_service_error, invalid
 from gym_serve.grpc.dispatch import Method
-from gym_serve.grpc.server import rich_status
+from gym_serve.http.connect_errors import connect_error
 from gym_serve.http.disconnect import until_disconnect
 from gym_serve.http.gateway import call_of, log_failure
+from gym_serve.http.streams import GuardedStream
 from gym_serve.limits import StreamLimiter
 
 _END_OF_STREAM = 2
 _COMPRESSED = 1
-_CODES = {
-    "INVALID_ARGUMENT": (400, "invalid_argument"),
-    "UNAUTHENTICATED": (401, "unauthenticated"),
-    "PERMISSION_DENIED": (403, "permission_denied"),
-    "NOT_FOUND": (404, "not_found"),
-    "ALREADY_EXISTS": (409, "already_exists"),
-    "RESOURCE_EXHAUSTED": (429, "resource_exhausted"),
-    "FAILED_PRECONDITION": (400, "failed_precondition"),
-    "OUT_OF_RANGE": (400, "out_of_range"),
-    "DATA_LOSS": (500, "data_loss"),
-    "UNAVAILABLE": (503, "unavailable"),
-    "INTERNAL": (500, "internal"),
-    "DEADLINE_EXCEEDED": (504, "deadline_exceeded"),
-}
-"""HTTP status and code of Connect, by the gRPC code."""
 
 
 def connect_routes(methods: Sequence[Method], streams: StreamLimiter) -> list[Route]:
     """A route for each method of the schema."""
     return [Route(method.path, _endpoint(method, streams), methods=["POST"]) for method in methods]
-
-
-def connect_error(error: ServiceError) -> dict[str, object]:
-    """The body of an error, and the error of an ended stream."""
-    status = rich_status(error)
-    return {
-        "code": _CODES[error.reason.terms.grpc_code][1],
-        "message": error.message,
-        "details": [
-            {
-                "type": detail.type_url.rpartition("/")[2],
-                "value": base64.b64encode(detail.value).rstrip(b"=").decode(),
-            }
-            for detail in status.details
-        ],
-    }
-
-
-def connect_error_response(error: ServiceError) -> JSONResponse:
-    """An error of a unary call."""
-    return JSONResponse(connect_error(error), status_code=_CODES[error.reason.terms.grpc_code][0])
 
 
 def _endpoint(method: Method, streams: StreamLimiter):
@@ -95,19 +59,19 @@ def _endpoint(method: Method, streams: StreamLimiter):
         call = call_of(request)
         message = _parse(method, _unwrap(await request.body()), as_json)
 
-        async def envelopes() -> AsyncIterator[bytes]:
+        async def envelopes() -> AsyncGenerator[bytes]:
             end: dict[str, object] = {}
             try:
                 with streams.hold(call.key):
                     async with aclosing(method.stream(message, call)) as responses:
                         async for response in responses:
                             yield _wrap(0, _serialize(response, as_json))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a started stream says in its last envelope what went wrong
                 log_failure(error, method.path)
                 end["error"] = connect_error(as_service_error(error))
             yield _wrap(_END_OF_STREAM, json.dumps(end).encode())
 
-        return StreamingResponse(envelopes(), media_type=media_type)
+        return GuardedStream(envelopes(), media_type=media_type)
 
     async def endpoint(request: Request) -> Response:
         request.scope["gym.connect"] = True

@@ -6,16 +6,19 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from gym_serve.auth import Keyring
 from gym_serve.call import Call
 from gym_serve.errors import Reason, ServiceError, as_service_error
+from gym_serve.http.connect_errors import connect_error_response
 from gym_serve.http.errors import error_response
 from gym_serve.limits import RateLimiter
 from gym_serve.logs import audit, request_id
@@ -37,9 +40,10 @@ class Gateway:
     """Wraps the routes."""
 
     def __init__(
-        self, app: ASGIApp, *, keyring: Keyring, rates: RateLimiter, metrics: Metrics, max_request_bytes: int
+        self, routes: Sequence[Route], *, keyring: Keyring, rates: RateLimiter, metrics: Metrics, max_request_bytes: int
     ) -> None:
-        self._app = app
+        self.routes = routes
+        self._app = Router(routes, redirect_slashes=False)
         self._keyring = keyring
         self._rates = rates
         self._metrics = metrics
@@ -107,8 +111,9 @@ class Gateway:
                 raise
             scope["gym.call"] = Call(key=key, request_id=identity, deadline=_deadline(headers))
             self._rates.take(key)
-        limit = scope.get("gym.max_body_bytes", self._max_request_bytes)
-        await self._app(scope, receive if _streams(scope) else _limited(receive, headers, limit), send)
+        scope["app"] = self  # has the router raise for an unknown path instead of answering in its own form
+        body = receive if _streams(scope) else _limited(receive, headers, self._max_request_bytes)
+        await self._app(scope, body, send)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         if isinstance(error, HTTPException):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from gym_serve.errors import invalid
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 _MAX_HEADER_BYTES = 16 * 1024
 _MAX_FIELD_BYTES = 64 * 1024
@@ -104,7 +108,7 @@ def _names(disposition: bytes) -> tuple[str, str | None]:
     )
 
 
-def _callbacks(state: _State) -> dict[str, object]:
+def _callbacks(state: _State) -> MultipartCallbacks:
     def begin() -> None:
         state.headers.clear()
         state.header_bytes = 0

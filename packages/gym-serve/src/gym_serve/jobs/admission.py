@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 
@@ -124,7 +124,7 @@ def _replace(spec: RunSpec, changes: dict[str, str]) -> RunSpec:
     data = spec.model_dump()
     for path, value in changes.items():
         *parents, last = re.findall(r"[^.\[\]]+", path)
-        target = data
+        target: Any = data
         for part in parents:
             target = target[int(part)] if isinstance(target, list) else target[part]
         target[last] = value

@@ -25,10 +25,11 @@ from gym_serve._database import Database
 from gym_serve.auth import list_keys
 from gym_serve.jobs import store
 from gym_serve.jobs.environment import job_environment
-from gym_serve.jobs.model import OUTPUT_FILE, Attempt, Failure, Job, JobState
+from gym_serve.jobs.model import FINAL, OUTPUT_FILE, Attempt, Failure, Job, JobState
 from gym_serve.jobs.queue import Capacity, Running, choose
 from gym_serve.jobs.runlog import RunLog
 from gym_serve.launchers.base import Launch, Launcher, Outcome
+from gym_serve.metrics import Metrics
 from gym_serve.settings import JobSettings
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class JobRunner:
         jobs_dir: Path,
         changes: Changes,
         register_model: Callable[[Job, Path], Awaitable[str]],
+        metrics: Metrics | None = None,
     ) -> None:
         """`register_model(job, run_dir)` makes the result servable and returns its id. It may be called again for
         the same job, and must then give the same id."""
@@ -67,6 +69,8 @@ class JobRunner:
         self._jobs_dir = jobs_dir
         self._changes = changes
         self._register_model = register_model
+        self._metrics = metrics
+        self.num_queued = 0
         self._last_started: dict[str, float] = {}
         self._running: dict[str, Running] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -99,6 +103,11 @@ class JobRunner:
         """Jobs with processes."""
         return len(self._running)
 
+    @property
+    def num_gpus_held(self) -> int:
+        """GPUs that running jobs hold."""
+        return sum(len(one.gpus) for one in self._running.values())
+
     async def stop(self, job_id: str) -> None:
         """Has a job's processes end; the follower writes down the end."""
         attempts = await self._database.read(lambda connection: store.attempts(connection, job_id))
@@ -121,6 +130,7 @@ class JobRunner:
         queued, keys = await self._database.read(
             lambda connection: (store.in_states(connection, [JobState.QUEUED]), list_keys(connection))
         )
+        self.num_queued = len(queued)
         chosen = choose(
             queued,
             list(self._running.values()),
@@ -259,6 +269,8 @@ class JobRunner:
         job = await self._database.write(transaction)
         logger.info("job %s: %s (%s)", job_id, job.state, outcome.describe())
         self._changes.notify(job_id)
+        if self._metrics is not None and job.state in FINAL:
+            self._metrics.job_ends.labels(job.state.value).inc()
 
 
 class _NotQueued(Exception):

@@ -16,7 +16,7 @@ from pathlib import Path
 from gym_sdk.spec import RunSpec, canonical_json, parse_spec, sha256
 from gym_serve._changes import Changes
 from gym_serve._database import Database
-from gym_serve.auth import Key
+from gym_serve.auth import Key, require_admin
 from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files.service import FileService
 from gym_serve.jobs import store
@@ -176,7 +176,9 @@ class JobService:
         """A page of jobs, newest first. `everyone` is for admins."""
         if after is not None:
             await self.get(key, after)
-        owner = None if everyone and key.is_admin else key.id
+        if everyone:
+            require_admin(key)
+        owner = None if everyone else key.id
         return await self._database.read(
             lambda connection: store.page(
                 connection, owner=owner, states=states, labels=labels, after=after, limit=limit
@@ -321,8 +323,13 @@ class JobService:
             raise invalid(f"{asked} GPUs were asked for; this daemon has {self._num_gpus} for jobs", field="num_gpus")
         return asked
 
+    @property
+    def can_train(self) -> bool:
+        """Whether the trainer is installed beside the daemon, or named in its settings."""
+        return bool(self._settings.command) or importlib.util.find_spec("gym_trainer") is not None
+
     def _check_trainer(self) -> None:
-        if not self._settings.command and importlib.util.find_spec("gym_trainer") is None:
+        if not self.can_train:
             raise ServiceError(
                 Reason.NOT_INSTALLED,
                 "this daemon serves models, but the trainer is not installed beside it",

@@ -11,6 +11,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
 from gym_serve.errors import Reason, not_found
@@ -327,8 +328,9 @@ def _event_of(row: sqlite3.Row) -> JobEvent:
 def _failure_of(text: str | None) -> Failure | None:
     if text is None:
         return None
-    values = json.loads(text)
-    return Failure(**{**values, "log_lines": tuple(values["log_lines"])})
+    values: dict[str, Any] = json.loads(text)
+    values["log_lines"] = tuple(values["log_lines"])
+    return Failure(**values)
 
 
 def _attempt_of(row: sqlite3.Row) -> Attempt:

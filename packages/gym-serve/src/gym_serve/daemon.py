@@ -1,0 +1,364 @@
+"""The daemon: one process with HTTP and gRPC on one set of services; engines and jobs are processes beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+import uvicorn
+
+from gym_sdk._proto.gym.v1 import files_pb2, inference_pb2, jobs_pb2, models_pb2, server_pb2
+from gym_sdk.client import local_key_path
+from gym_sdk.errors import GymError, OutputInUse, UserError, Where
+from gym_sdk.rundir import RunDir
+from gym_sdk.spec import SPEC_VERSION, load_spec
+from gym_serve._changes import Changes
+from gym_serve._database import Database
+from gym_serve.auth import Key, Keyring, ensure_local_key, list_keys, take_environment_keys, write_private
+from gym_serve.catalog import EVERYONE, Catalog, Model
+from gym_serve.files.blobs import BlobStore
+from gym_serve.files.service import FileService
+from gym_serve.generation import Generation
+from gym_serve.grpc import convert
+from gym_serve.grpc.dispatch import Method, methods
+from gym_serve.grpc.files import FileRpc
+from gym_serve.grpc.inference import InferenceRpc
+from gym_serve.grpc.jobs import JobRpc
+from gym_serve.grpc.models import ModelRpc
+from gym_serve.grpc.server import GrpcServer
+from gym_serve.grpc.server_info import KeyRpc, ServerRpc
+from gym_serve.http.chat import chat_routes
+from gym_serve.http.completions import completion_routes
+from gym_serve.http.connect import connect_routes
+from gym_serve.http.files import file_routes
+from gym_serve.http.fine_tuning import fine_tuning_routes
+from gym_serve.http.gateway import Gateway
+from gym_serve.http.models import model_routes
+from gym_serve.http.operations import operation_routes
+from gym_serve.jobs.environment import count_gpus
+from gym_serve.jobs.results import JobResults
+from gym_serve.jobs.runner import JobRunner
+from gym_serve.jobs.service import JobService
+from gym_serve.launchers.local import LocalLauncher
+from gym_serve.limits import RateLimiter, StreamLimiter
+from gym_serve.metrics import Metrics
+from gym_serve.serving import Presence, Serving, find_factory
+from gym_serve.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_FILE = "daemon.json"
+"""In the data directory: the addresses and process id of the daemon that runs there."""
+
+
+class Daemon:
+    """Everything that one data directory's daemon is made of. `start`, then `stop`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Opens the data directory. Raises `OutputInUse` where another daemon has it."""
+        self.settings = settings
+        data_dir = settings.data_dir
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = _lock(data_dir)
+        self.database = Database(data_dir / "gym.db")
+        self.metrics = Metrics()
+        environment_keys = take_environment_keys(os.environ)
+        self.keyring = Keyring(self.database, environment_keys)
+        self._check_bind(environment_keys.values())
+        self.rates = RateLimiter(settings.limits)
+        self.streams = StreamLimiter(settings.limits)
+        self.files = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
+        self.catalog = Catalog(self.database, data_dir / "models")
+        self.serving = Serving(self.catalog, settings.engine, self.metrics, find_factory(settings.engine.kind))
+        self.generation = Generation(self.catalog, self.serving, self.metrics, settings)
+        self.results = JobResults(self.database, self.files, self.catalog, self.serving.load_beside)
+        self.num_gpus = count_gpus(os.environ) if settings.jobs.num_gpus == "auto" else settings.jobs.num_gpus
+        changes = Changes()
+        jobs_dir = data_dir / "jobs"
+        self.runner = JobRunner(
+            database=self.database,
+            launcher=LocalLauncher(),
+            settings=settings.jobs,
+            num_gpus=self.num_gpus,
+            jobs_dir=jobs_dir,
+            changes=changes,
+            register_model=self.results.register,
+            metrics=self.metrics,
+        )
+        self.jobs = JobService(
+            database=self.database,
+            files=self.files,
+            models=self.catalog,
+            runner=self.runner,
+            changes=changes,
+            settings=settings.jobs,
+            num_gpus=self.num_gpus,
+            jobs_dir=jobs_dir,
+        )
+        self.draining = False
+        self.http_url = ""
+        self.grpc_target = ""
+        self._first: Model | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self.metrics.add_gauges(self._gauges)
+
+    def rpc_methods(self) -> list[Method]:
+        """Every method of gym.v1, with what answers it."""
+        expiry_s = self.settings.files.upload_expiry_s
+        implementations: dict[str, object] = {
+            "FileService": FileRpc(self.files, expiry_s),
+            "JobService": JobRpc(self.jobs, self.catalog),
+            "ModelService": ModelRpc(self.catalog, self.serving, self.files, self.jobs, self.results),
+            "InferenceService": InferenceRpc(self.generation),
+            "ServerService": ServerRpc(self._info),
+            "KeyService": KeyRpc(self.database, self.keyring),
+        }
+        schema = (files_pb2, jobs_pb2, models_pb2, inference_pb2, server_pb2)
+        return [method for file in schema for method in methods(file.DESCRIPTOR, implementations)]
+
+    def http_app(self) -> Gateway:
+        """The HTTP side as one ASGI application."""
+        return Gateway(
+            [
+                *operation_routes(self.metrics, self.readiness),
+                *chat_routes(self.generation, self.streams),
+                *completion_routes(self.generation, self.streams),
+                *model_routes(self.catalog, self.serving),
+                *file_routes(self.files, self.settings.files.upload_expiry_s),
+                *fine_tuning_routes(self.jobs, self.catalog),
+                *connect_routes(self.rpc_methods(), self.streams),
+            ],
+            keyring=self.keyring,
+            rates=self.rates,
+            metrics=self.metrics,
+            max_request_bytes=self.settings.limits.max_request_bytes,
+        )
+
+    async def start(self) -> None:
+        """Reads the state, then listens, then takes up the jobs and loads the first model."""
+        server = self.settings.server
+        key_path = local_key_path(self.settings.data_dir)
+        await self.database.write(lambda connection: ensure_local_key(connection, key_path))
+        await self.catalog.load()
+        if self.settings.engine.model:
+            self._first = await self.register(self.settings.engine.model)
+        certificate = _certificate(self.settings)
+        self._grpc = GrpcServer(
+            self.rpc_methods(),
+            keyring=self.keyring,
+            rates=self.rates,
+            streams=self.streams,
+            metrics=self.metrics,
+            max_message_bytes=self.settings.limits.max_request_bytes,
+        )
+        sock = _listen(server.host, server.port)
+        try:
+            grpc_port = await self._grpc.start(_address(server.host, server.grpc_port), certificate)
+        except RuntimeError:
+            sock.close()
+            raise _port_taken(server.host, server.grpc_port, "--grpc-port") from None
+        self._http = _HttpServer(
+            uvicorn.Config(
+                self.http_app(),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=bool(server.trusted_proxies),
+                forwarded_allow_ips=server.trusted_proxies or None,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=round(server.drain_timeout_s) or None,
+                ssl_certfile=server.tls_certificate or None,
+                ssl_keyfile=server.tls_key or None,
+            )
+        )
+        self._serving_http = asyncio.create_task(self._http.serve([sock]), name="http")
+        scheme = "s" if certificate else ""
+        self.http_url = f"http{scheme}://{_address(server.host, sock.getsockname()[1])}"
+        self.grpc_target = f"grpc{scheme}://{_address(server.host, grpc_port)}"
+        await self._grpc.set_serving(True)
+        await self.runner.recover()
+        self._background.append(asyncio.create_task(self.files.collect_forever(), name="collect"))
+        if self._first is not None:
+            self._background.append(asyncio.create_task(self._load_first(self._first), name="first-model"))
+        addresses = {"pid": os.getpid(), "http_url": self.http_url, "grpc_target": self.grpc_target}
+        write_private(self.settings.data_dir / ADDRESS_FILE, json.dumps(addresses))
+        logger.info("listening at %s and %s; this machine's key is in %s", self.http_url, self.grpc_target, key_path)
+
+    async def register(self, source: str) -> Model:
+        """A model that the operator names: a run directory's result, or a base by its source."""
+        path = Path(source).expanduser()
+        if not (path / "run.json").is_file():
+            return await self.catalog.add_base(str(path.absolute()) if path.exists() else source)
+        run = RunDir.open(path.absolute())
+        model = (await asyncio.to_thread(load_spec, run.spec_path)).model
+        if run.adapter_dir.is_dir():
+            base = await self.catalog.add_base(model.source, revision=model.revision)
+            return await self.catalog.add_adapter(run.adapter_dir, base, model_id=run.path.name, owner=EVERYONE)
+        if run.model_dir.is_dir():
+            return await self.catalog.add_base(str(run.model_dir), model_id=run.path.name)
+        raise UserError(
+            f"the run has made no model yet; it is {run.state()}",
+            where=Where(file=source),
+            hint=f"gym train --resume {source}",
+        )
+
+    async def stop(self) -> None:
+        """Takes no new calls, lets those that run end, and leaves the jobs running."""
+        if self.draining:
+            return
+        self.draining = True
+        logger.info("draining: %d requests are open, %d jobs go on", self.streams.num_open, self.runner.num_running)
+        with contextlib.suppress(FileNotFoundError):
+            (self.settings.data_dir / ADDRESS_FILE).unlink()
+        self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(self.settings.server.drain_timeout_s), self._serving_http)
+        await self.runner.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.serving.close()
+        self.database.close()
+        self._lock.close()
+        logger.info("stopped")
+
+    def readiness(self) -> dict[str, str]:
+        """A word for each part."""
+        parts = {"server": "draining" if self.draining else "ok"}
+        if self._first is not None:
+            presence, message = self.serving.presence(self._first)
+            parts["model"] = "ok" if presence is Presence.LOADED else message or presence.value
+        return parts
+
+    async def _load_first(self, model: Model) -> None:
+        try:
+            await self.serving.load(model)
+        except GymError as error:
+            logger.error("%s cannot be served: %s", model.id, error)
+
+    def _check_bind(self, environment_keys: Iterable[Key]) -> None:
+        host = self.settings.server.host
+        if _is_loopback(host):
+            return
+        made = [key for key in self.database.write_now(list_keys) if key.revoked_at is None and key.name != "local"]
+        if not made and not list(environment_keys):
+            raise UserError(
+                f"{host} can be reached from outside, and no key was made for that",
+                hint="set GYM_API_KEY and GYM_ADMIN_KEY, or make keys while it listens on 127.0.0.1: gym keys create",
+            )
+        if not self.settings.server.tls_certificate:
+            logger.warning("%s without TLS: keys and texts can be read on the way; set server.tls_certificate", host)
+
+    def _info(self) -> server_pb2.GetServerInfoResponse:
+        return server_pb2.GetServerInfoResponse(
+            version=version("gym-serve"),
+            spec_version=SPEC_VERSION,
+            can_train=self.jobs.can_train,
+            engine=self.settings.engine.kind,
+            num_gpus=self.num_gpus,
+            max_file_bytes=self.settings.limits.max_file_bytes,
+            max_chunk_bytes=convert.MAX_CHUNK_BYTES,
+            http_url=self.http_url,
+        )
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        stats = self.serving.stats()
+        yield "gym_open_streams", "Answers and event streams that are open.", self.streams.num_open
+        yield "gym_engine_running", "Answers that are being generated.", stats.num_running
+        yield "gym_engine_waiting", "Requests that wait for their turn in an engine.", stats.num_waiting
+        yield "gym_kv_used_tokens", "Positions in use of the key-value cache.", stats.kv_used_tokens
+        yield "gym_kv_capacity_tokens", "Positions of the key-value cache.", stats.kv_capacity_tokens
+        yield "gym_jobs_running", "Jobs with processes.", self.runner.num_running
+        yield "gym_jobs_queued", "Jobs that wait.", self.runner.num_queued
+        yield "gym_gpus", "GPUs that jobs may use.", self.num_gpus
+        yield "gym_gpus_held", "GPUs that jobs hold.", self.runner.num_gpus_held
+
+
+async def run(settings: Settings) -> None:
+    """Runs a daemon until SIGTERM or SIGINT."""
+    daemon = Daemon(settings)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    await daemon.start()
+    await stopped.wait()
+    await daemon.stop()
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own: the daemon decides when everything ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _lock(data_dir: Path) -> IO[str]:
+    """Held for as long as the process lives."""
+    file = (data_dir / "daemon.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OutputInUse(
+            "another daemon runs on this data directory",
+            where=Where(file=str(data_dir)),
+            hint="stop it, or give this one a directory of its own with --data-dir",
+        ) from None
+    return file
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except socket.gaierror as error:
+        raise UserError(f"{host} is no address of this machine: {error.strerror}", hint="--host 127.0.0.1") from None
+    except OSError:
+        raise _port_taken(host, port, "--port") from None
+    return sock
+
+
+def _port_taken(host: str, port: int, option: str) -> UserError:
+    return UserError(
+        f"port {port} of {host} is in use, or may not be used", hint=f"{option} takes another one; 0 finds a free one"
+    )
+
+
+def _certificate(settings: Settings) -> tuple[bytes, bytes] | None:
+    server = settings.server
+    if not server.tls_certificate:
+        return None
+    try:
+        return Path(server.tls_certificate).read_bytes(), Path(server.tls_key).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=Where(file=str(error.filename))) from None

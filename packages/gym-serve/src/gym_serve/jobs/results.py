@@ -1,0 +1,144 @@
+"""What a finished run leaves: files to download, and a model to talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gym_sdk.errors import GymError, ModelError
+from gym_sdk.events import MetricEvent, read_events
+from gym_sdk.rundir import RunDir
+from gym_serve._database import Database
+from gym_serve.catalog import Catalog, Model, tuned_name
+from gym_serve.files.service import RESULT_PURPOSE, FileService
+from gym_serve.jobs import store
+from gym_serve.jobs.model import Artifact, Job, checkpoint_name
+
+logger = logging.getLogger(__name__)
+
+
+class JobResults:
+    """Registers what a run has made. Each step may be done again: ids follow from the job's own."""
+
+    def __init__(
+        self,
+        database: Database,
+        files: FileService,
+        catalog: Catalog,
+        load: Callable[[Model], Awaitable[None]],
+    ) -> None:
+        """`load` puts a model into the engine, where its base is there already; it raises `ModelError` for a model that
+        does not fit."""
+        self._database = database
+        self._files = files
+        self._catalog = catalog
+        self._load = load
+
+    async def register(self, job: Job, run_dir: Path) -> str:
+        """Keeps the run's files, makes its model servable, and returns the model's id."""
+        run = await asyncio.to_thread(RunDir.open, run_dir)
+        model = await self.register_model(job, run)
+        artifacts = [
+            await self._keep(job, kind, path, folder)
+            for kind, path, folder in await asyncio.to_thread(_artifact_files, run)
+        ]
+        metrics = await asyncio.to_thread(_metrics_csv, run)
+        file = await self._files.keep_result(
+            job.owner, _file_id(job, "metrics", "step_metrics.csv"), "step_metrics.csv", RESULT_PURPOSE, metrics
+        )
+        artifacts.append(
+            Artifact(
+                kind="metrics", path=file.filename, file_id=file.id, size_bytes=file.size_bytes, sha256=file.sha256
+            )
+        )
+        await self._database.write(lambda connection: store.set_artifacts(connection, job.id, artifacts))
+        return model.id
+
+    async def register_model(self, job: Job, run: RunDir) -> Model:
+        """The model of a run, in the catalog and, where its base is loaded, in the engine."""
+        spec = json.loads(job.spec_json)
+        base = await self._base(spec["model"]["source"], spec["model"]["revision"])
+        model_id = tuned_name(base, str(job.origin.get("suffix") or job.name), job.id.rpartition("-")[2][-8:])
+        lineage = {"spec_sha256": job.spec_sha256}
+        if parent := (spec.get("adapter") or {}).get("init_from"):
+            lineage["parent_model_id"] = parent
+        if run.adapter_dir.is_dir():
+            model = await self._catalog.add_adapter(
+                run.adapter_dir, base, model_id=model_id, owner=job.owner, job_id=job.id, lineage=lineage
+            )
+        elif run.model_dir.is_dir():
+            model = await self._catalog.add_tuned_base(
+                run.model_dir, model_id=model_id, owner=job.owner, job_id=job.id, lineage=lineage
+            )
+        else:
+            raise ModelError("the run left neither an adapter nor a model")
+        try:
+            await self._load(model)
+        except GymError:
+            await self._catalog.discard(model)
+            raise
+        return model
+
+    async def register_checkpoint(self, job: Job, step: int, path: str) -> Model:
+        """The adapter in a checkpoint, as a model of its own."""
+        assert job.run_dir is not None
+        spec = json.loads(job.spec_json)
+        base = await self._base(spec["model"]["source"], spec["model"]["revision"])
+        folder = Path(job.run_dir) / path
+        if not folder.is_dir():
+            raise ModelError(f"checkpoint {step} is not kept any more", hint="train.keep_checkpoints keeps more")
+        return await self._catalog.add_adapter(
+            folder,
+            base,
+            model_id=checkpoint_name(job, step),
+            owner=job.owner,
+            job_id=job.id,
+            lineage={"spec_sha256": job.spec_sha256},
+        )
+
+    async def _base(self, name: str, revision: str | None) -> Model:
+        source = self._catalog.base_source(name)
+        return await self._catalog.add_base(source or name, revision=None if source else revision)
+
+    async def _keep(self, job: Job, kind: str, path: Path, folder: Path) -> Artifact:
+        name = path.relative_to(folder).as_posix()
+        file = await self._files.keep_result(
+            job.owner, _file_id(job, kind, name), path.name, RESULT_PURPOSE, path, link=kind == "model"
+        )
+        return Artifact(kind=kind, path=name, file_id=file.id, size_bytes=file.size_bytes, sha256=file.sha256)
+
+
+def _artifact_files(run: RunDir) -> list[tuple[str, Path, Path]]:
+    """The files worth keeping, as (kind, file, folder of the artifact)."""
+    found: list[tuple[str, Path, Path]] = []
+    for kind, folder in (("adapter", run.adapter_dir), ("model", run.model_dir)):
+        found += [(kind, path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    for suffix in ("json", "md", "html"):
+        path = run.report_path(suffix)
+        if path.is_file():
+            found.append(("report", path, run.path))
+    return found
+
+
+def _metrics_csv(run: RunDir) -> bytes:
+    """The run's metrics in the columns of OpenAI's result files, with Gym's own behind them."""
+    rows: list[dict[str, object]] = []
+    for event in read_events(run.events_path):
+        if isinstance(event, MetricEvent):
+            rows.append({"step": event.step, **event.values})
+    names = dict.fromkeys(name for row in rows for name in row)
+    target = io.StringIO()
+    writer = csv.DictWriter(target, list(names) or ["step"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return target.getvalue().encode()
+
+
+def _file_id(job: Job, kind: str, name: str) -> str:
+    return f"file-{hashlib.sha256(f'{job.id}/{kind}/{name}'.encode()).hexdigest()[:24]}"

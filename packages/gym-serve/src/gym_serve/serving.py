@@ -1,0 +1,270 @@
+"""Which engines run, and which models are in them.
+
+An engine holds one base model and any number of its adapters. The first request for a model starts what it needs;
+others for the same model wait for that start instead of starting a second one. At most `max_loaded_bases` engines run:
+the one that was used least recently gives way when nothing runs on it.
+
+An engine that fails is replaced: its requests get an error that says so, the next one starts it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from gym_sdk.errors import GymError, UserError
+from gym_serve.catalog import Catalog, Model, ModelKind
+from gym_serve.engines.base import Engine, EngineError, EngineStats
+from gym_serve.errors import Reason, ServiceError
+from gym_serve.inference import ChatModel
+from gym_serve.metrics import Metrics
+from gym_serve.models import ResolvedModel, resolve
+from gym_serve.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+_RETRY_START_S = 5.0
+"""How long a failed start is remembered, so that a hundred waiting requests do not cause a hundred starts."""
+
+
+class EngineFactory(Protocol):
+    """What the entry points `gym.engines` name."""
+
+    def __call__(self, model: ResolvedModel, settings: EngineSettings) -> Engine:
+        """Loads a base model. Blocks; raises `GymError`."""
+        ...
+
+
+class Presence(StrEnum):
+    """Where a model is."""
+
+    AVAILABLE = "available"
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True)
+class LoadedBase:
+    """An engine and what it serves."""
+
+    base: Model
+    resolved: ResolvedModel
+    engine: Engine
+    chat_model: ChatModel
+    adapters: dict[str, ChatModel] = field(default_factory=dict)
+    """What is loaded besides, by the version's content id."""
+    num_open: int = 0
+    """Requests that run on it."""
+    used_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """All that a request on a model needs. `release` must be called when it ends."""
+
+    model: Model
+    chat_model: ChatModel
+    release: Callable[[], None]
+
+
+class Serving:
+    """The engines of the daemon."""
+
+    def __init__(self, catalog: Catalog, settings: EngineSettings, metrics: Metrics, factory: EngineFactory) -> None:
+        self._catalog = catalog
+        self._settings = settings
+        self._metrics = metrics
+        self._factory = factory
+        self._bases: dict[str, LoadedBase] = {}
+        self._starting: dict[str, asyncio.Task[LoadedBase]] = {}
+        self._failures: dict[str, tuple[float, GymError]] = {}
+        self._adapter_locks: dict[str, asyncio.Lock] = {}
+
+    async def use(self, model: Model) -> Ready:
+        """The engine for one request, with the model in it. Raises `GymError` where it cannot be loaded."""
+        loaded = await self._base(self._catalog.base_of(model))
+        loaded.num_open += 1
+        loaded.used_at = time.monotonic()
+
+        def release() -> None:
+            loaded.num_open -= 1
+
+        try:
+            chat_model = loaded.chat_model
+            if model.kind is ModelKind.ADAPTER:
+                chat_model = await self._adapter(loaded, model)
+            return Ready(model=model, chat_model=chat_model, release=release)
+        except BaseException:
+            release()
+            raise
+
+    async def load(self, model: Model) -> None:
+        """Puts a model into its engine, which is started if need be."""
+        (await self.use(model)).release()
+
+    async def load_beside(self, model: Model) -> None:
+        """Puts a new adapter into the engine of its base if that runs; otherwise its first request does."""
+        base = self._catalog.base_of(model)
+        if model.kind is ModelKind.ADAPTER and base.id in self._bases:
+            await self.load(model)
+
+    async def unload(self, model: Model) -> None:
+        """Takes a model out of memory. Requests that run on an adapter end first; a base with requests stays."""
+        loaded = self._bases.get(self._catalog_base_id(model))
+        if loaded is None:
+            return
+        if model.kind is ModelKind.BASE:
+            if loaded.num_open:
+                raise ServiceError(Reason.IN_USE, f"{loaded.num_open} requests run on '{model.id}'")
+            await self._close(loaded)
+        elif model.content_id is not None and (chat_model := loaded.adapters.pop(model.content_id, None)) is not None:
+            assert chat_model.adapter is not None
+            await asyncio.to_thread(loaded.engine.unload_adapter, chat_model.adapter)
+
+    def presence(self, model: Model) -> tuple[Presence, str]:
+        """Where a model is, and why where it failed."""
+        base_id = self._catalog_base_id(model)
+        if base_id in self._starting:
+            return Presence.LOADING, ""
+        loaded = self._bases.get(base_id)
+        if loaded is None:
+            failure = self._failures.get(base_id)
+            return (Presence.FAILED, failure[1].message) if failure else (Presence.AVAILABLE, "")
+        if model.kind is ModelKind.BASE or model.content_id in loaded.adapters:
+            return Presence.LOADED, ""
+        return Presence.AVAILABLE, ""
+
+    def context_length(self, model: Model) -> int:
+        """The most tokens of a prompt and its answer; 0 where it is not known before loading."""
+        loaded = self._bases.get(self._catalog_base_id(model))
+        return loaded.engine.context_length if loaded else 0
+
+    def stats(self) -> EngineStats:
+        """The counts of all engines together."""
+        each = [loaded.engine.stats() for loaded in self._bases.values()]
+        names = EngineStats.__dataclass_fields__
+        return EngineStats(**{name: sum(getattr(stats, name) for stats in each) for name in names})
+
+    async def failed(self, ready: Ready, error: EngineError) -> None:
+        """An engine failed under a request: it is dropped, and the next request starts it anew."""
+        loaded = self._bases.get(self._catalog_base_id(ready.model))
+        if loaded is not None and loaded.engine is ready.chat_model.engine:
+            logger.error("engine of %s failed: %s", loaded.base.id, error.message)
+            self._metrics.engine_restarts.inc()
+            await self._close(loaded)
+
+    async def close(self) -> None:
+        """Ends every engine."""
+        for task in self._starting.values():
+            task.cancel()
+        await asyncio.gather(*(self._close(loaded) for loaded in list(self._bases.values())))
+
+    async def _base(self, base: Model) -> LoadedBase:
+        loaded = self._bases.get(base.id)
+        if loaded is not None:
+            return loaded
+        failure = self._failures.get(base.id)
+        if failure is not None and time.monotonic() - failure[0] < _RETRY_START_S:
+            raise failure[1]
+        task = self._starting.get(base.id)
+        if task is None:
+            task = asyncio.create_task(self._start(base), name=f"load-{base.id}")
+            self._starting[base.id] = task
+            task.add_done_callback(lambda _: self._starting.pop(base.id, None))
+        # Shielded: a client that gives up must not end the start for which others wait.
+        return await asyncio.shield(task)
+
+    async def _start(self, base: Model) -> LoadedBase:
+        await self._make_room()
+        started = time.monotonic()
+        logger.info("loading %s", base.id)
+        try:
+            resolved = await asyncio.to_thread(
+                resolve, base.source, revision=base.revision, on_progress=_log_progress()
+            )
+            engine = await asyncio.to_thread(self._factory, resolved, self._settings)
+        except GymError as error:
+            logger.error("loading %s failed: %s", base.id, error)
+            self._failures[base.id] = (time.monotonic(), error)
+            raise
+        self._failures.pop(base.id, None)
+        logger.info("loaded %s in %.1f s", base.id, time.monotonic() - started)
+        loaded = LoadedBase(
+            base=base,
+            resolved=resolved,
+            engine=engine,
+            chat_model=await asyncio.to_thread(ChatModel, engine, resolved.folder),
+            used_at=time.monotonic(),
+        )
+        self._bases[base.id] = loaded
+        return loaded
+
+    async def _make_room(self) -> None:
+        while len(self._bases) >= self._settings.max_loaded_bases:
+            idle = [loaded for loaded in self._bases.values() if not loaded.num_open]
+            if not idle:
+                raise ServiceError(
+                    Reason.ENGINE_DOWN,
+                    f"{len(self._bases)} base models are in use, as many as are held at once",
+                    hint="try again later, or raise engine.max_loaded_bases",
+                    retry_after_s=5.0,
+                )
+            await self._close(min(idle, key=lambda loaded: loaded.used_at))
+
+    async def _adapter(self, loaded: LoadedBase, model: Model) -> ChatModel:
+        assert model.content_id is not None
+        lock = self._adapter_locks.setdefault(model.content_id, asyncio.Lock())
+        async with lock:
+            if model.content_id not in loaded.adapters:
+
+                def load() -> ChatModel:
+                    adapter = loaded.engine.load_adapter(model.folder)
+                    return ChatModel(
+                        loaded.engine, loaded.resolved.folder, adapter=adapter, adapter_folder=model.folder
+                    )
+
+                loaded.adapters[model.content_id] = await asyncio.to_thread(load)
+            return loaded.adapters[model.content_id]
+
+    async def _close(self, loaded: LoadedBase) -> None:
+        if self._bases.get(loaded.base.id) is loaded:
+            del self._bases[loaded.base.id]
+        await asyncio.to_thread(loaded.engine.close)
+        logger.info("unloaded %s", loaded.base.id)
+
+    def _catalog_base_id(self, model: Model) -> str:
+        return model.base_id or model.id
+
+
+def find_factory(kind: str) -> EngineFactory:
+    """The engine of a name: an entry point of the group `gym.engines`, or `module:function`."""
+    points = importlib.metadata.entry_points(group="gym.engines")
+    if kind in points.names:
+        return points[kind].load()
+    module, _, attribute = kind.partition(":")
+    if attribute:
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"the engine {kind} cannot be imported: {error}") from None
+    raise UserError(f"there is no engine '{kind}'", hint=f"engine.kind is one of {', '.join(sorted(points.names))}")
+
+
+def _log_progress() -> Callable[[str, int, int | None, str], None]:
+    last = 0.0
+
+    def report(stage: str, done: int, total: int | None, unit: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 5.0 or done == 0:
+            last = time.monotonic()
+            logger.info("%s: %s%s %s", stage, done, f"/{total}" if total else "", unit)
+
+    return report
