@@ -40,6 +40,7 @@ def start(model: ResolvedModel, settings: EngineSettings) -> StandInEngine:
 
 class StandInEngine:
     context_length = 4096
+    vocab_size = 259
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

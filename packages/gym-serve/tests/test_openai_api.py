@@ -146,7 +146,7 @@ def test_uploads_in_parts(client: openai.OpenAI) -> None:
     ("rows", "message"),
     [
         (b'{"messages": [\n', "rows.jsonl:1"),
-        (ROWS + b'{"messages": [{"role": "wizard", "content": "x"}]}\n', "rows.jsonl:4"),
+        (ROWS + b'{"messages": [{"role": "wizard", "content": "x"}, {"role": "assistant"}]}\n', "rows.jsonl:4"),
         (b"", "no rows"),
     ],
 )

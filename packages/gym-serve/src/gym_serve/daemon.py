@@ -80,7 +80,7 @@ class Daemon:
         self.streams = StreamLimiter(settings.limits)
         self.files = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
         self.catalog = Catalog(self.database, data_dir / "models")
-        self.serving = Serving(self.catalog, settings.engine, self.metrics, find_factory(settings.engine.kind))
+        self.serving = Serving(self.catalog, settings.engine, find_factory(settings.engine.kind))
         self.generation = Generation(self.catalog, self.serving, self.metrics, settings)
         self.results = JobResults(self.database, self.files, self.catalog, self.serving.load_beside)
         self.num_gpus = count_gpus(os.environ) if settings.jobs.num_gpus == "auto" else settings.jobs.num_gpus
@@ -281,6 +281,7 @@ class Daemon:
         yield "gym_engine_waiting", "Requests that wait for their turn in an engine.", stats.num_waiting
         yield "gym_kv_used_tokens", "Positions in use of the key-value cache.", stats.kv_used_tokens
         yield "gym_kv_capacity_tokens", "Positions of the key-value cache.", stats.kv_capacity_tokens
+        yield "gym_engine_restarts", "Times an engine died and was started anew.", self.serving.num_restarts
         yield "gym_jobs_running", "Jobs with processes.", self.runner.num_running
         yield "gym_jobs_queued", "Jobs that wait.", self.runner.num_queued
         yield "gym_gpus", "GPUs that jobs may use.", self.num_gpus

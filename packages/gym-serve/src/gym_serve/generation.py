@@ -107,7 +107,10 @@ class Generation:
             raise ServiceError(
                 Reason.QUEUE_FULL, f"{self._max_waiting} requests wait for an engine already", retry_after_s=1.0
             )
-        ready = await self._serving.use(model)
+        try:
+            ready = await self._serving.use(model)
+        except EngineError as error:
+            raise _engine_down(error) from error
         stream: AnswerStream | None = None
         timer: asyncio.TimerHandle | None = None
         try:
@@ -122,12 +125,7 @@ class Generation:
             yield answer
         except EngineError as error:
             await self._serving.failed(ready, error)
-            raise ServiceError(
-                Reason.ENGINE_DOWN,
-                f"the engine failed while it worked on this: {error.message}",
-                hint="send the request again",
-                retry_after_s=1.0,
-            ) from error
+            raise _engine_down(error) from error
         except (asyncio.CancelledError, GeneratorExit):
             self._metrics.aborted.inc()
             num_tokens = stream.usage.completion_tokens if stream is not None else 0
@@ -141,6 +139,15 @@ class Generation:
                 self._metrics.prompt_tokens.inc(stream.usage.prompt_tokens)
                 self._metrics.generated_tokens.inc(stream.usage.completion_tokens)
             ready.release()
+
+
+def _engine_down(error: EngineError) -> ServiceError:
+    return ServiceError(
+        Reason.ENGINE_DOWN,
+        f"the engine failed: {error.message}",
+        hint="send the request again",
+        retry_after_s=1.0,
+    )
 
 
 async def _start(ready: Ready, request: ChatRequest | CompletionRequest) -> AnswerStream:

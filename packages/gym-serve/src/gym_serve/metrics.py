@@ -48,9 +48,6 @@ class Metrics:
         self.aborted = Counter(
             "gym_aborted_generations", "Answers that ended because their client went away.", registry=self.registry
         )
-        self.engine_restarts = Counter(
-            "gym_engine_restarts", "Times an engine was started anew.", registry=self.registry
-        )
         self.job_ends = Counter(
             "gym_jobs_ended", "Jobs by the state they ended in.", ("state",), registry=self.registry
         )

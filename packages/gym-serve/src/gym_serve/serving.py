@@ -4,7 +4,8 @@ An engine holds one base model and any number of its adapters. The first request
 others for the same model wait for that start instead of starting a second one. At most `max_loaded_bases` engines run:
 the one that was used least recently gives way when nothing runs on it.
 
-An engine that fails is replaced: its requests get an error that says so, the next one starts it anew.
+An engine that fails is replaced: its requests get an error that says so, and the next one starts it anew. One that
+restarts itself (`is_alive`) is waited for instead.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import asyncio
 import importlib
 import importlib.metadata
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gym_sdk.errors import GymError, UserError
 from gym_serve.catalog import Catalog, Model, ModelKind
 from gym_serve.engines.base import Engine, EngineError, EngineStats
 from gym_serve.errors import Reason, ServiceError
 from gym_serve.inference import ChatModel
-from gym_serve.metrics import Metrics
+from gym_serve.jobs.environment import count_gpus
 from gym_serve.models import ResolvedModel, resolve
 from gym_serve.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+_RESTART_S = 60.0
+"""How long a request waits for an engine that restarts itself."""
 _RETRY_START_S = 5.0
 """How long a failed start is remembered, so that a hundred waiting requests do not cause a hundred starts."""
 
@@ -39,6 +43,16 @@ class EngineFactory(Protocol):
 
     def __call__(self, model: ResolvedModel, settings: EngineSettings) -> Engine:
         """Loads a base model. Blocks; raises `GymError`."""
+        ...
+
+
+@runtime_checkable
+class SelfHealing(Protocol):
+    """An engine that starts its process again by itself."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests now."""
         ...
 
 
@@ -78,15 +92,15 @@ class Ready:
 class Serving:
     """The engines of the daemon."""
 
-    def __init__(self, catalog: Catalog, settings: EngineSettings, metrics: Metrics, factory: EngineFactory) -> None:
+    def __init__(self, catalog: Catalog, settings: EngineSettings, factory: EngineFactory) -> None:
         self._catalog = catalog
         self._settings = settings
-        self._metrics = metrics
         self._factory = factory
         self._bases: dict[str, LoadedBase] = {}
         self._starting: dict[str, asyncio.Task[LoadedBase]] = {}
         self._failures: dict[str, tuple[float, GymError]] = {}
         self._adapter_locks: dict[str, asyncio.Lock] = {}
+        self._num_replaced = 0
 
     async def use(self, model: Model) -> Ready:
         """The engine for one request, with the model in it. Raises `GymError` where it cannot be loaded."""
@@ -98,6 +112,7 @@ class Serving:
             loaded.num_open -= 1
 
         try:
+            await _until_alive(loaded.engine)
             chat_model = loaded.chat_model
             if model.kind is ModelKind.ADAPTER:
                 chat_model = await self._adapter(loaded, model)
@@ -153,12 +168,19 @@ class Serving:
         names = EngineStats.__dataclass_fields__
         return EngineStats(**{name: sum(getattr(stats, name) for stats in each) for name in names})
 
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine died and was, or will be, started anew."""
+        return self._num_replaced + self.stats().num_restarts
+
     async def failed(self, ready: Ready, error: EngineError) -> None:
         """An engine failed under a request: it is dropped, and the next request starts it anew."""
         loaded = self._bases.get(self._catalog_base_id(ready.model))
-        if loaded is not None and loaded.engine is ready.chat_model.engine:
-            logger.error("engine of %s failed: %s", loaded.base.id, error.message)
-            self._metrics.engine_restarts.inc()
+        if loaded is None or loaded.engine is not ready.chat_model.engine:
+            return
+        logger.error("engine of %s failed: %s", loaded.base.id, error.message)
+        if not isinstance(loaded.engine, SelfHealing):
+            self._num_replaced += 1
             await self._close(loaded)
 
     async def close(self) -> None:
@@ -223,7 +245,8 @@ class Serving:
         assert model.content_id is not None
         lock = self._adapter_locks.setdefault(model.content_id, asyncio.Lock())
         async with lock:
-            if model.content_id not in loaded.adapters:
+            known = loaded.adapters.get(model.content_id)
+            if known is None or known.adapter not in loaded.engine.adapters:
 
                 def load() -> ChatModel:
                     adapter = loaded.engine.load_adapter(model.folder)
@@ -242,6 +265,36 @@ class Serving:
 
     def _catalog_base_id(self, model: Model) -> str:
         return model.base_id or model.id
+
+
+async def _until_alive(engine: Engine) -> None:
+    """Waits while an engine restarts itself. Raises `EngineError` when that takes too long."""
+    if not isinstance(engine, SelfHealing):
+        return
+    deadline = time.monotonic() + _RESTART_S
+    while not engine.is_alive:
+        if time.monotonic() > deadline:
+            raise EngineError("the engine's process is being started again", hint="try again later")
+        await asyncio.sleep(0.05)
+
+
+def start_transformers(model: ResolvedModel, settings: EngineSettings) -> Engine:
+    """The embedded engine, in a process of its own."""
+    from gym_serve.engines.remote import RemoteEngine
+    from gym_serve.engines.worker import WorkerSettings
+
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if count_gpus(os.environ) else "cpu"
+    return RemoteEngine(
+        WorkerSettings(
+            folder=str(model.folder),
+            dtype=settings.dtype,
+            device=device,
+            max_slots=settings.max_batch_size,
+            num_threads=settings.num_threads or None,
+        )
+    )
 
 
 def find_factory(kind: str) -> EngineFactory:

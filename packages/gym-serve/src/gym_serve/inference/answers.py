@@ -184,6 +184,12 @@ class AnswerStream:
             sum(reader.num_reasoning_tokens for reader in self._readers),
         )
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether an answer was ended from outside, by `abort` or a closing engine, before it was complete."""
+        pairs = zip(self._streams, self._readers, strict=True)
+        return any(s.finish is not None and s.finish.reason == "abort" and not r.stopped for s, r in pairs)
+
     def abort(self) -> None:
         """Stop generating."""
         for stream in self._streams:
