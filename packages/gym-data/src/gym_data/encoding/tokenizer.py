@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from gym_data.encoding.special import AddedToken, SplitEncoder
 from gym_sdk.errors import ModelError, Where
@@ -33,10 +36,10 @@ class Tokenizer:
         # Special tokens are written by templates, never by a post-processor; without it, offsets are those of the text.
         self._adds_bos = _post_processor_starts_with(spec.get("post_processor"), named_tokens.get("bos_token"))
         spec["post_processor"] = spec["truncation"] = spec["padding"] = None
-        self._json = json.dumps(spec, ensure_ascii=False)
-        self.backend = tokenizers.Tokenizer.from_str(self._json)
+        self.json_text = json.dumps(spec, ensure_ascii=False)
+        self.backend = tokenizers.Tokenizer.from_str(self.json_text)
         self.sha256 = hashlib.sha256(
-            json.dumps([self._json, named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
+            json.dumps([self.json_text, named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
         ).hexdigest()
         self.folder = folder
         self.named_tokens = named_tokens
@@ -51,7 +54,9 @@ class Tokenizer:
         pad = self._id_of("pad_token")
         self.pad_id = pad if pad is not None else self.eos_ids[0] if self.eos_ids else 0
         self.vocab_size = max(self.backend.get_vocab().values()) + 1
-        self._special = SplitEncoder(self._json, self.added_tokens, {t.text for t in self.added_tokens if t.special})
+        self._special = SplitEncoder(
+            self.json_text, self.added_tokens, {t.text for t in self.added_tokens if t.special}
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -107,6 +112,13 @@ class Tokenizer:
         if special == "split":
             return self._special.encode(text, self.backend)
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids side by side and the length of each text; special tokens in the texts are special."""
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [one.ids for one in encoded]
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of `ids`."""

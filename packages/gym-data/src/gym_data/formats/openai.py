@@ -113,8 +113,10 @@ def message_from_openai(item: Any, path: str = "message") -> tuple[Message, Hint
     """One message. Raises RowError for an unknown role and for anything that would be lost."""
     if not isinstance(item, dict):
         raise RowError(f"a message must be an object, not {type_name(item)}", path)
+    role, content = item.get("role"), item.get("content")
+    if len(item) == 2 and type(content) is str and role in ROLES:  # the most common message, by far
+        return Message(role, (Part("text", content),)), {}
     hint: Hints = {}
-    role = item.get("role")
     if role == "function":
         hint["role"], role = role, "tool"
     if role not in ROLES:

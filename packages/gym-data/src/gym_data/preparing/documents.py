@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +12,11 @@ from numpy.typing import NDArray
 
 from gym_data.encoding.tokenizer import Tokenizer
 from gym_data.formats.tokens import tokens_of
-from gym_data.record import MEDIA_TYPES, Candidate, Message, Part, Record, Source
-from gym_data.rendering.renderer import ChatRenderer, TrainOn
+from gym_data.preparing.adapt import adapted, refuse_media, row_error, template_of
+from gym_data.record import Candidate, Record, Source
+from gym_data.rendering.batch import BatchEncoder, Chat, EncodedChat
+from gym_data.rendering.renderer import ChatRenderer
 from gym_data.store.read import DocumentRole
-from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSpec
 
 Objective = Literal["sft", "preference", "unpaired"]
@@ -53,6 +53,14 @@ class EncodedRow:
     without_stop: bool = False
 
 
+@dataclass(slots=True)
+class _Planned:
+    """A row whose chats are still to be encoded: groups of chats with their roles."""
+
+    row: EncodedRow
+    groups: list[tuple[tuple[Chat, DocumentRole], ...]] = field(default_factory=list)
+
+
 class RowEncoder:
     """Encodes records as a data specification says."""
 
@@ -61,81 +69,89 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.data = data
         self.objective = objective
+        self._adapts = data.thinking != "template" or data.system != "template"
 
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The chat renderer; rows of text and tokens need none."""
         return ChatRenderer(self.tokenizer, template=template_of(self.data), options=dict(self.data.template_options))
 
-    def encode(self, records: Iterable[Record]) -> list[EncodedRow]:
-        """The rows of `records`, in order. Raises DataError for a record that cannot be used."""
-        return [self._encode(record) for record in records]
+    @cached_property
+    def _batch(self) -> BatchEncoder:
+        return BatchEncoder(self.renderer)
 
-    def _encode(self, record: Record) -> EncodedRow:
+    def encode(self, records: Iterable[Record]) -> list[EncodedRow]:
+        """The rows of `records`, in order. Raises DataError for the first record that cannot be used."""
+        planned = [self._plan(record) for record in records]
+        chats = [chat for plan in planned for group in plan.groups for chat, _ in group]
+        encoded = iter(self._batch.encode(chats)) if chats else iter(())
+        for plan in planned:
+            for group in plan.groups:
+                self._add_chats(plan.row, [(next(encoded), role) for _, role in group])
+        return [plan.row for plan in planned]
+
+    def _plan(self, record: Record) -> _Planned:
+        """The chats that a record needs; rows that need none are finished at once."""
         objective = self._objective_of(record)
-        row = EncodedRow(record.source, objective)
+        plan = _Planned(EncodedRow(record.source, objective))
         if record.kind == "tokens":
             ids, mask = tokens_of(record)
             if int(ids.max()) >= self.tokenizer.vocab_size:
-                raise _error(record, f"token {int(ids.max())} is beyond the vocabulary of {self.tokenizer.vocab_size}")
-            self._add(row, (EncodedDocument(ids, mask),))
+                message = f"token {int(ids.max())} is beyond the vocabulary of {self.tokenizer.vocab_size}"
+                raise row_error(record, message)
+            self._add(plan.row, (EncodedDocument(ids, mask),))
         elif record.kind == "text":
-            self._add_text(row, record)
+            self._add_text(plan.row, record)
         elif objective == "unpaired":
             for candidate in record.candidates:
                 good = candidate.label if record.kind == "unpaired" else candidate.rank == 0
                 role = DocumentRole.DESIRABLE if good else DocumentRole.UNDESIRABLE
-                self._add(row, (self._chat(row, record, candidate, "completion", role),))
+                plan.groups.append(((self._completion(record, candidate), role),))
         elif objective == "preference":
-            self._add_pairs(row, record)
+            # The best candidate against each other one.
+            ranked = sorted(record.candidates, key=lambda candidate: candidate.rank or 0)
+            chosen = (self._completion(record, ranked[0]), DocumentRole.CHOSEN)
+            plan.groups += [(chosen, (self._completion(record, other), DocumentRole.REJECTED)) for other in ranked[1:]]
         else:
-            chat = self._chat(row, record, record.candidates[0] if record.candidates else None, self.data.train_on)
-            self._add(row, (chat,))
-        return row
+            plan.groups.append(((Chat(self._chat(record), self.data.train_on), DocumentRole.PLAIN),))
+        return plan
 
     def _objective_of(self, record: Record) -> Objective:
         found = _OBJECTIVE_OF.get(record.kind)
         wanted = self.objective or found
         if found is None:
-            raise _error(
+            raise row_error(
                 record,
                 f"rows of the format {_format(record)} have nothing to learn from by likelihood",
                 "They are for methods that sample and grade answers.",
             )
         if wanted == found or (wanted == "unpaired" and found == "preference"):
-            return wanted
-        raise _error(record, f"the method needs {_NEEDS[wanted]}, but this row is {_format(record)}")
+            return found if wanted is None else wanted
+        raise row_error(record, f"the method needs {_NEEDS[wanted]}, but this row is {_format(record)}")
 
-    def _chat(
-        self,
-        row: EncodedRow,
-        record: Record,
-        candidate: Candidate | None,
-        train_on: TrainOn,
-        role: DocumentRole = DocumentRole.PLAIN,
-    ) -> EncodedDocument:
-        answer = candidate.messages if candidate else ()
+    def _completion(self, record: Record, candidate: Candidate) -> Chat:
+        return Chat(self._chat(replace(record, candidates=(candidate,))), "completion")
+
+    def _chat(self, record: Record) -> Record:
+        """The record as the specification wants it rendered."""
         refuse_media(record)
+        if not self._adapts:
+            return record
         prompt = adapted(record.prompt, self.data, record)
-        # Only a message of its own may be merged into: what stands after the prompt starts with an answer.
-        candidates = (Candidate(adapted(answer, self.data, record)),) if answer else ()
-        chat = replace(record, prompt=prompt, candidates=candidates)
-        rendered = self.renderer.render_training(chat, train_on)
-        row.left_out += rendered.left_out
-        row.without_stop |= any(span.stop_start is None for span in rendered.spans)
-        encoded = self.renderer.encode_rendered(rendered, chat)
-        return EncodedDocument(encoded.ids, encoded.loss_mask, role)
+        answers = tuple(
+            Candidate(adapted(candidate.messages, self.data, record)) for candidate in record.candidates[:1]
+        )
+        return replace(record, prompt=prompt, candidates=answers)
 
-    def _add_pairs(self, row: EncodedRow, record: Record) -> None:
-        """The best candidate against each other one."""
-        ranked = sorted(record.candidates, key=lambda candidate: candidate.rank or 0)
-        chosen = self._chat(row, record, ranked[0], "completion", DocumentRole.CHOSEN)
-        for other in ranked[1:]:
-            rejected = self._chat(row, record, other, "completion", DocumentRole.REJECTED)
-            if np.array_equal(chosen.ids, rejected.ids):
-                row.dropped = "chosen and rejected are equal"
-            else:
-                self._add(row, (chosen, rejected))
+    def _add_chats(self, row: EncodedRow, chats: Sequence[tuple[EncodedChat, DocumentRole]]) -> None:
+        for chat, _ in chats:
+            row.left_out += chat.left_out
+            row.without_stop |= chat.without_stop
+        documents = [EncodedDocument(chat.ids, chat.loss_mask, role) for chat, role in chats]
+        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+            row.dropped = "chosen and rejected are equal"
+        else:
+            self._add(row, documents)
 
     def _add_text(self, row: EncodedRow, record: Record) -> None:
         """BOS where the tokenizer adds one, the text, EOS; in pieces of at most `max_length`."""
@@ -176,49 +192,6 @@ _NEEDS: dict[Objective, str] = {
 }
 
 
-def template_of(data: DataSpec) -> str | None:
-    """The text of `data.chat_template`."""
-    if data.chat_template is None:
-        return None
-    try:
-        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the chat template cannot be read: {error}", where=Where(file=data.chat_template)) from None
-
-
-def adapted(messages: tuple[Message, ...], data: DataSpec, record: Record) -> tuple[Message, ...]:
-    """Messages as `data.thinking` and `data.system` want them."""
-    if data.thinking == "drop":
-        messages = tuple(
-            replace(message, parts=tuple(part for part in message.parts if part.type != "reasoning"))
-            for message in messages
-        )
-    systems = [message for message in messages if message.role in ("system", "developer")]
-    if data.system == "template" or not systems:
-        return messages
-    rest = tuple(message for message in messages if message.role not in ("system", "developer"))
-    if data.system == "drop":
-        return rest
-    first = next((i for i, message in enumerate(rest) if message.role == "user"), None)
-    if first is None:
-        raise _error(record, "there is no user's turn to merge the system turn into")
-    text = "\n\n".join(message.text for message in systems)
-    merged = replace(rest[first], parts=(Part("text", f"{text}\n\n"), *rest[first].parts))
-    return (*rest[:first], merged, *rest[first + 1 :])
-
-
-def refuse_media(record: Record) -> None:
-    """Raises DataError for a row with images, audio or video."""
-    for message in (*record.prompt, *(m for candidate in record.candidates for m in candidate.messages)):
-        for part in message.parts:
-            if part.type in MEDIA_TYPES:
-                raise _error(
-                    record,
-                    f"the row has {part.type} content, which is not trained on",
-                    "Such rows can be inspected, validated, converted and split; take them out before training.",
-                )
-
-
 def _has_targets(loss_mask: NDArray[Any]) -> bool:
     """Whether a token is predicted: the first one has nothing to be predicted from."""
     return bool(loss_mask[1:].any())
@@ -226,8 +199,3 @@ def _has_targets(loss_mask: NDArray[Any]) -> bool:
 
 def _format(record: Record) -> str:
     return record.source.format if record.source else record.kind
-
-
-def _error(record: Record, message: str, hint: str | None = None) -> DataError:
-    place = Where(file=record.source.uri, line=record.source.row) if record.source else None
-    return DataError(message, where=place, hint=hint)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gym_data.record import MEDIA_TYPES, Message, Part
+from gym_data.record import MEDIA_TYPES, Message, Part, ToolCall
 from gym_data.rendering.traced import CALL, CONTENT, OTHER, OUTSIDE, REASONING, ROLE, origin, wrap
 
 Wrap = Callable[[Any, int, int], Any]
@@ -68,15 +68,11 @@ def _convert(messages: Sequence[Message], how: Conventions, wrapped: Wrap) -> li
                     "type": "function",
                     **({"id": wrapped(call.id, index, OTHER)} if call.id is not None else {}),
                     "function": {
-                        "name": wrapped(call.name, index, CALL),
-                        "arguments": wrapped(
-                            call.arguments_json if how.arguments == "text" else json.loads(call.arguments_json or "{}"),
-                            index,
-                            CALL,
-                        ),
+                        "name": wrapped(call.name, index, CALL + number),
+                        "arguments": wrapped(_arguments(call, how), index, CALL + number),
                     },
                 }
-                for call in calls
+                for number, call in enumerate(calls)
             ]
         converted.append(item)
     return converted
@@ -93,3 +89,15 @@ def _content(parts: Sequence[Part]) -> str | list[dict[str, str]] | None:
             for part in said
         ]
     return "".join(part.text or "" for part in said) if said else None
+
+
+def _arguments(call: ToolCall, how: Conventions) -> Any:
+    """The arguments as the template wants them. Text that is no JSON object stays as it is."""
+    try:
+        value = json.loads(call.arguments_json or "{}")
+    except ValueError:
+        return call.arguments_json
+    if how.arguments == "text":
+        # One spelling for both ways of writing a row; it is the one of `tojson`.
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else call.arguments_json
+    return value

@@ -17,8 +17,10 @@ from gym_data.record import Message, Part, Record, ToolCall, text_message
 from gym_data.rendering.messages import Conventions, plain_messages, plain_tools, traced_messages, traced_tools
 from gym_data.rendering.spans import CannotMask, Span, StopTokens, find_spans, pieces_of
 from gym_data.rendering.template import ChatTemplate, Rendered, TemplateFailed
-from gym_data.rendering.traced import CONTENT, MARK, UNKNOWN, field_of, is_trusted
+from gym_data.rendering.traced import CALL, CONTENT, MARK, REASONING, UNKNOWN, field_of, is_trusted
 from gym_sdk.errors import DataError, Where
+
+_MARKUP = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 
 TrainOn = Literal["all", "last", "weights", "completion"]
 
@@ -66,12 +68,17 @@ class ChatRenderer:
             name: ChatTemplate(source, name=f"the chat template of {place}", tokens=tokenizer.named_tokens)
             for name, source in sources.items()
         }
-        self._main = self._templates.get("default") or next(iter(self._templates.values()))
-        text = "\0".join(template.source for template in self._templates.values())
-        # DeepSeek's turn markers are added tokens not flagged special: what the template writes is control too.
-        control = {token.text for token in tokenizer.added_tokens if token.special or token.text in text}
-        self._splitter = SplitEncoder(tokenizer.backend.to_str(), tokenizer.added_tokens, control)
-        self._control = control
+        self.main_template = self._templates.get("default") or next(iter(self._templates.values()))
+        written = "\0".join(text for template in self._templates.values() for text in template.constants)
+        # DeepSeek's turn markers are added tokens not flagged special: a mark-up token that the template writes is a
+        # control token too. Spaces and words are not, though Gemma adds some of them as tokens.
+        control = {
+            token.text
+            for token in tokenizer.added_tokens
+            if token.special or (_MARKUP.fullmatch(token.text) and token.text in written)
+        }
+        self.control_tokens = frozenset(control)
+        self._splitter = SplitEncoder(tokenizer.json_text, tokenizer.added_tokens, control)
         own = {token.text for token in tokenizer.added_tokens if not token.special} & control
         self._assistants_own = frozenset(own)
 
@@ -79,7 +86,7 @@ class ChatRenderer:
 
     def encode_prompt(self, messages: Sequence[Message], tools_json: str | None = None, **options: Any) -> list[int]:
         """Ids to continue from: the chat and the generation prompt."""
-        how = self._conventions(messages)
+        how = self.conventions_of(messages)
         rendered = self._render(self._template(tools_json), messages, how, tools_json, True, options)
         self._refuse_dropped(rendered, messages)
         return [id_ for id_, _ in self._encode(rendered, messages)]
@@ -118,7 +125,7 @@ class ChatRenderer:
             raise _located("the chat has no assistant turn to train on", record)
         template = self._template(record.tools_json)
         try:
-            how = self._conventions(messages)
+            how = self.conventions_of(messages)
 
             def traced(count: int, prompt: bool) -> Rendered:
                 return self._render(template, messages[:count], how, record.tools_json, prompt, {})
@@ -144,15 +151,26 @@ class ChatRenderer:
         trained = [
             piece
             for span in spans
-            if _is_trained(messages, span.message, train_on, len(record.prompt))
+            if is_trained(messages, span.message, train_on, len(record.prompt))
             for piece in span.pieces
         ]
         return RenderedChat(full, tuple(spans), tuple(trained), tuple(_left_out(full, messages)))
 
     # Rendering
 
+    def render_plain(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a chat without tools, as transformers renders it. Raises TemplateFailed."""
+        return self.main_template.render_plain(messages, **self._variables(False, {}), tools=None)
+
+    def render_recorded(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        """The text of a chat without tools whose texts are `Recorded`. Raises Untraceable and TemplateFailed."""
+        return self.main_template.render_recorded(messages, **self._variables(prompt, {}), tools=None)
+
+    def _variables(self, prompt: bool, options: dict[str, Any]) -> dict[str, Any]:
+        return {**self.options, **options, "documents": None, "add_generation_prompt": prompt}
+
     def _template(self, tools_json: str | None) -> ChatTemplate:
-        return self._templates.get("tool_use", self._main) if tools_json else self._main
+        return self._templates.get("tool_use", self.main_template) if tools_json else self.main_template
 
     def _render(
         self,
@@ -163,7 +181,7 @@ class ChatRenderer:
         prompt: bool,
         options: dict[str, Any],
     ) -> Rendered:
-        variables = {**self.options, **options, "documents": None, "add_generation_prompt": prompt}
+        variables = self._variables(prompt, options)
         try:
             plain = template.render_plain(plain_messages(messages, how), tools=plain_tools(tools_json), **variables)
             rendered = template.render_traced(
@@ -177,12 +195,14 @@ class ChatRenderer:
 
     def _refuse_dropped(self, rendered: Rendered, messages: Sequence[Message]) -> None:
         """A message that leaves no trace in the text was dropped by the template; reasoning may be."""
-        seen = {piece.message for piece in pieces_of(rendered) if piece.is_content}
-        unknown = any(source & ~MARK == UNKNOWN for _, source in rendered.runs)
+        fields = {(piece.message, field_of(piece.source)) for piece in pieces_of(rendered) if piece.is_content}
+        seen = {message for message, _ in fields}
         for index, message in enumerate(messages):
-            said = message.text.strip() or message.calls
-            if said and index not in seen and not unknown:
+            if message.text.strip() and index not in seen:
                 raise DataError(f"the chat template leaves out messages[{index}] (role {message.role})")
+            for number, call in enumerate(message.calls):
+                if (index, CALL + number) not in fields:
+                    raise DataError(f"the chat template leaves out the call of {call.name} in messages[{index}]")
 
     # Encoding
 
@@ -215,6 +235,12 @@ class ChatRenderer:
     # What the template does, found by probing it
 
     @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches the tokens that only a template may write."""
+        texts = sorted(self.control_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
         texts = sorted((token.text for token in self.tokenizer.added_tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
@@ -242,7 +268,7 @@ class ChatRenderer:
     def _tail_of(self, messages: Sequence[Message]) -> str:
         """What the template writes after the content of the last message."""
         try:
-            rendered = self._render(self._main, messages, Conventions(), None, False, {})
+            rendered = self._render(self.main_template, messages, Conventions(), None, False, {})
         except DataError:
             return ""
         content = [piece for piece in pieces_of(rendered) if piece.message == len(messages) - 1 and piece.is_content]
@@ -252,13 +278,15 @@ class ChatRenderer:
         found = self._splitter.occurrences(text)
         return text[found[0][0] : found[0][1]] if found else None
 
-    def _conventions(self, messages: Sequence[Message]) -> Conventions:
+    def conventions_of(self, messages: Sequence[Message]) -> Conventions:
+        """How the template wants these messages."""
         if any(message.calls for message in messages):
             return self._tool_conventions
-        return self._plain_conventions
+        return self.plain_conventions
 
     @cached_property
-    def _plain_conventions(self) -> Conventions:
+    def plain_conventions(self) -> Conventions:
+        """How the template wants messages without calls."""
         knows = any("developer" in template.source for template in self._templates.values())
         return Conventions(developer="developer" if knows else "system")
 
@@ -267,8 +295,8 @@ class ChatRenderer:
         """The first way of passing a call under which the template writes its argument once, as JSON."""
         call = ToolCall("f", '{"a": "b\\"c"}', "call00001")
         chat = [text_message("user", "a"), Message("assistant", (Part("tool_call", call=call),))]
-        role = self._plain_conventions.developer
-        template = self._templates.get("tool_use", self._main)
+        role = self.plain_conventions.developer
+        template = self._templates.get("tool_use", self.main_template)
         for arguments in ("object", "text"):
             for empty in ("missing", "empty", "none"):
                 how = Conventions(arguments, empty, role)
@@ -281,7 +309,8 @@ class ChatRenderer:
         return Conventions(developer=role)
 
 
-def _is_trained(messages: Sequence[Message], turn: int, train_on: TrainOn, num_prompt: int) -> bool:
+def is_trained(messages: Sequence[Message], turn: int, train_on: TrainOn, num_prompt: int) -> bool:
+    """Whether an assistant turn is trained. What its message says of itself goes before `train_on`."""
     message = messages[turn]
     if message.train is not None:
         return message.train
@@ -312,8 +341,7 @@ def _left_out(rendered: Rendered, messages: Sequence[Message]) -> list[str]:
             continue
         for name, field, value in (
             ("content", CONTENT, message.text.strip()),
-            ("reasoning", CONTENT + 1, (message.reasoning or "").strip()),
-            ("tool_calls", CONTENT + 2, message.calls),
+            ("reasoning", REASONING, (message.reasoning or "").strip()),
         ):
             if value and (index, field) not in seen:
                 found.append(f"messages[{index}].{name}")

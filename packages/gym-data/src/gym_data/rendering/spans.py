@@ -178,13 +178,16 @@ def _check(full: Rendered, pieces: list[Piece], turn: int, start: int, stop: int
 
 
 def _marked(pieces: list[Piece], start: int, stop: int, stop_start: int | None) -> tuple[tuple[int, int], ...]:
+    if not any(piece.source & MARK for piece in pieces if piece.start < stop and piece.stop > start):
+        return ()
     kept: list[tuple[int, int]] = []
     for piece in pieces:
         low, high = max(piece.start, start), min(piece.stop, stop if stop_start is None else stop_start)
         if piece.source & MARK and low < high:
             kept = [*kept[:-1], (kept[-1][0], high)] if kept and kept[-1][1] == low else [*kept, (low, high)]
-    if kept and stop_start is not None:
-        kept = [*kept[:-1], (kept[-1][0], stop)] if kept[-1][1] == stop_start else [*kept, (stop_start, stop)]
+    if stop_start is not None:
+        joined = kept and kept[-1][1] == stop_start
+        kept = [*kept[:-1], (kept[-1][0], stop)] if joined else [*kept, (stop_start, stop)]
     return tuple(kept)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -21,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gym_data.rendering import recorded
 from gym_data.rendering.traced import (
     TEMPLATE,
     UNKNOWN,
@@ -78,6 +80,27 @@ class ChatTemplate:
         )
         return Rendered(str.__str__(joined), runs_of(joined))
 
+    @cached_property
+    def can_be_followed(self) -> bool:
+        """Whether what the template does to a chat can be recorded."""
+        return recorded.is_followable(self._plain.environment.parse(self.source))
+
+    @cached_property
+    def constants(self) -> list[str]:
+        """Every text that stands in the template."""
+        environment = self._traced.environment
+        assert isinstance(environment, _TracedEnvironment)
+        return [str.__str__(text) for text in environment.constants]
+
+    def render_recorded(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The same text as a `Recorded` one. Raises `Untraceable`."""
+        variables = {**self._tokens, **variables}
+        return self._run(lambda: recorded.concat(map(str, self._recording.generate(messages=messages, **variables))))
+
+    @cached_property
+    def _recording(self) -> jinja2.Template:
+        return _RecordingEnvironment().from_string(self.source)
+
     def _run(self, render: Callable[[], str]) -> str:
         try:
             return render()
@@ -93,20 +116,23 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
-    return Traced.of(datetime.now().strftime(pattern), TEMPLATE)
+    return datetime.now().strftime(pattern)
 
 
-def _tojson(
+def tojson(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML characters; chat templates are written for transformers', which does not.
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON text as transformers' filter writes it; Jinja's own escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _traced_tojson(value: Any, **options: Any) -> str:
     sources = sources_in(value) - {TEMPLATE}
-    return Traced.of(text, sources.pop() if len(sources) == 1 else UNKNOWN)
+    return Traced.of(tojson(value, **options), sources.pop() if len(sources) == 1 else UNKNOWN)
 
 
 class _Dict:
@@ -163,13 +189,24 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _tojson
+        self.filters["tojson"] = tojson
         self.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
         )
 
 
-class _TracingCodeGenerator(CodeGenerator):
+class _JoiningCodeGenerator(CodeGenerator):
+    """Writes every join through the environment's own."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - named after the node
+        self.write("concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _TracingCodeGenerator(_JoiningCodeGenerator):
     """Writes string constants as look-ups of traced strings."""
 
     environment: _TracedEnvironment
@@ -189,13 +226,6 @@ class _TracingCodeGenerator(CodeGenerator):
     def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:  # noqa: N802 - named after the node
         self.write(self._traced(node.data))
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - named after the node
-        self.write("concat(map(str, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
-
 
 class _TracedEnvironment(_PlainEnvironment):
     """The same environment, with origins kept by constants, joins and filters."""
@@ -207,7 +237,8 @@ class _TracedEnvironment(_PlainEnvironment):
         super().__init__()
         self.constants: list[str] = []
         self._constant_index: dict[str, int] = {}
-        self.filters["join"] = _join
+        self.filters.update(join=_join, tojson=_traced_tojson)
+        self.globals["strftime_now"] = lambda pattern: Traced.of(_strftime_now(pattern), TEMPLATE)
 
     def constant(self, text: str) -> int:
         """The index of a traced constant."""
@@ -223,3 +254,37 @@ def _join(environment: jinja2.Environment, value: Any, d: str = "", attribute: s
         value = map(make_attrgetter(environment, attribute), value)
     separator = d if isinstance(d, Traced) else Traced.of(d, TEMPLATE)
     return separator.join(map(str, value))
+
+
+class _RecordingCodeGenerator(_JoiningCodeGenerator):
+    """Writes `in` as a call, so that a recorded text on its left is noticed."""
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802 - named after the node
+        if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin"):
+            super().visit_Compare(node, frame)
+            return
+        self.write("(not " if node.ops[0].op == "notin" else "(")
+        self.write("environment.contains(")
+        self.visit(node.expr, frame)
+        self.write(", ")
+        self.visit(node.ops[0].expr, frame)
+        self.write("))")
+
+
+class _RecordingEnvironment(_PlainEnvironment):
+    """The same environment, with operations on texts written down."""
+
+    code_generator_class = _RecordingCodeGenerator
+    concat = staticmethod(recorded.concat)
+    contains = staticmethod(recorded.contains)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters.update(
+            join=recorded.join_filter,
+            tojson=recorded.tojson_filter,
+            safe=recorded.safe_filter,
+            length=recorded.length_filter,
+            count=recorded.length_filter,
+        )
+        self.tests["in"] = recorded.contains

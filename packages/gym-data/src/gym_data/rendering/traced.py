@@ -19,8 +19,11 @@ UNKNOWN = 1
 OUTSIDE = 2
 """The user's, but not a message's: tool schemas, documents, template options."""
 
-ROLE, CONTENT, REASONING, CALL, OTHER = range(5)
-"""The fields of a message. A role is one of a closed set, so a template may build control tokens from it."""
+ROLE, CONTENT, REASONING, OTHER, CALL = range(5)
+"""The fields of a message; its k-th call is field `CALL + k`. A role is one of a closed set, so a template may build
+control tokens from it."""
+
+_FIELD_BITS = 20
 
 MARK = 1 << 40
 """Set on characters inside `{% generation %}`."""
@@ -30,24 +33,24 @@ Run = tuple[int, int]
 
 def origin(message: int, field: int) -> int:
     """The origin of a field of `messages[message]`."""
-    return (message + 1) << 3 | field
+    return (message + 1) << _FIELD_BITS | field
 
 
 def message_of(source: int) -> int | None:
     """The message an origin belongs to, if any."""
-    index = (source & ~MARK) >> 3
+    index = (source & ~MARK) >> _FIELD_BITS
     return index - 1 if index else None
 
 
 def field_of(source: int) -> int:
     """The field of an origin that belongs to a message."""
-    return source & 7
+    return source & ((1 << _FIELD_BITS) - 1)
 
 
 def is_trusted(source: int) -> bool:
     """Whether characters of this origin may form control tokens: the template's own, and roles."""
     source &= ~MARK
-    return source == TEMPLATE or (source > OUTSIDE and source & 7 == ROLE)
+    return source == TEMPLATE or (source > OUTSIDE and field_of(source) == ROLE)
 
 
 def runs_of(text: str) -> tuple[Run, ...]:
