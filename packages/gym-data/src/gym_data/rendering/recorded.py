@@ -3,7 +3,7 @@
 A template that only joins, trims and compares its messages does the same to all chats that compare alike. `Recorded`
 is a `str` that writes down each operation as a Python expression over the chat's texts (the inputs) and each answer
 that the template acted on as a condition. The result is a function of a few lines that gives the rendered text for any
-chat that meets the conditions. Whatever cannot be written down raises `Untraceable`, and such chats are rendered in full.
+chat that meets the conditions. Whatever cannot be written down raises `Untraceable`; such chats are rendered in full.
 """
 
 from __future__ import annotations
@@ -290,8 +290,9 @@ SAFE_FILTERS = {
     "reverse",
 }  # fmt: skip
 SAFE_TESTS = {
-    "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "integer", "float",
-    "boolean", "true", "false", "eq", "equalto", "==", "ne", "!=", "in", "sameas", "callable", "odd", "even", "divisibleby",
+    "defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "integer",
+    "float", "boolean", "true", "false", "eq", "equalto", "==", "ne", "!=", "in", "sameas", "callable",
+    "odd", "even", "divisibleby",
 }  # fmt: skip
 
 
