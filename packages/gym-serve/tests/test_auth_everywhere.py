@@ -16,6 +16,8 @@ from rpc_client import RpcClient, all_methods, details
 
 from gym_sdk._proto.gym.v1 import jobs_pb2, models_pb2, server_pb2
 from gym_sdk.errors import OutputInUse, UserError
+from gym_serve._database import Database
+from gym_serve.auth import ensure_local_key, list_keys
 from gym_serve.daemon import Daemon
 from gym_serve.http.gateway import OPEN_PATHS, Gateway
 from gym_serve.settings import load_settings
@@ -139,13 +141,17 @@ def test_two_daemons_never_share_a_data_directory(tmp_path: Path) -> None:
     assert first is not None
 
 
-def test_a_local_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path / "data") as process:
-        key = process.key
-    (tmp_path / "data" / "local.key").chmod(0o644)
-    process = DaemonProcess(tmp_path / "data")
-    with pytest.raises(AssertionError, match="can be read by others"):
-        process.start()
-    (tmp_path / "data" / "local.key").chmod(0o600)
-    with DaemonProcess(tmp_path / "data") as process:
-        assert process.key == key, "the key stays the same over restarts"
+def test_the_local_key_stays_the_same_and_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "local.key"
+    database = Database(tmp_path / "gym.db")
+    key = database.write_now(lambda connection: ensure_local_key(connection, path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert database.write_now(lambda connection: ensure_local_key(connection, path)) == key
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="can be read by others"):
+        database.write_now(lambda connection: ensure_local_key(connection, path))
+    path.unlink()
+    assert database.write_now(lambda connection: ensure_local_key(connection, path)) != key
+    keys = database.write_now(list_keys)
+    assert [one.revoked_at is None for one in keys] == [False, True], "the lost key opens nothing any more"
+    database.close()

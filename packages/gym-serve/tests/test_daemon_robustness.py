@@ -128,9 +128,10 @@ def test_kills_at_random_moments_lose_nothing_that_was_accepted(make: Callable[.
                 assert job.attempt == 3
 
 
-def test_disconnect_aborts_over_http_and_grpc(make: Callable[..., DaemonProcess]) -> None:
+def test_disconnect_aborts_over_http_and_grpc(shared_daemon: DaemonProcess) -> None:
     """A client that closes after three tokens: generation stops, the slot is free, the log says so."""
-    daemon = make()
+    daemon = shared_daemon
+    gone = daemon.log.count("client went away after")
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hang"}], "stream": True}
 
     def running(http: httpx.Client) -> int:
@@ -161,13 +162,13 @@ def test_disconnect_aborts_over_http_and_grpc(make: Callable[..., DaemonProcess]
             whole.post("/v1/chat/completions", json={**body, "stream": False})
         whole.close()
         until(lambda: running(http) == 0, "the slot of the whole answer")
-    assert daemon.log.count("client went away after") == 3
+    assert daemon.log.count("client went away after") >= gone + 3
 
 
-def test_adapter_isolation(make: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+def test_adapter_isolation(shared_daemon: DaemonProcess, tmp_path: Path) -> None:
     """50 concurrent requests over the base and three adapters: no answer carries another's word, also after an
     adapter of the same name was unloaded and loaded again with other content."""
-    daemon = make()
+    daemon = shared_daemon
     from test_rpc import upload
 
     from gym_sdk._proto.gym.v1 import models_pb2
@@ -257,8 +258,8 @@ def test_upload_resume(make: Callable[..., DaemonProcess]) -> None:
         assert rpc.call("FileService", "CreateUpload", again).file.id == file.id, "what is here is not sent again"
 
 
-def test_a_slow_reader_does_not_slow_the_others(make: Callable[..., DaemonProcess]) -> None:
-    daemon = make()
+def test_a_slow_reader_does_not_slow_the_others(shared_daemon: DaemonProcess) -> None:
+    daemon = shared_daemon
     body = {"model": "tiny", "messages": [{"role": "user", "content": "tokens:2000"}], "stream": True}
     with daemon.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as slow:
         lines = slow.iter_lines()
@@ -288,8 +289,8 @@ def test_drain_lets_answers_end_and_refuses_new_ones(make: Callable[..., DaemonP
     assert "Traceback" not in daemon.log
 
 
-def test_many_watchers_see_the_same_events(make: Callable[..., DaemonProcess]) -> None:
-    daemon = make()
+def test_many_watchers_see_the_same_events(shared_daemon: DaemonProcess) -> None:
+    daemon = shared_daemon
     with RpcClient(daemon.grpc_address, daemon.key) as rpc:
         job = create_job(rpc, "waits")
         found: list[list[jobs_pb2.JobEvent]] = []

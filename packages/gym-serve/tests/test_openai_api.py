@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 from daemon_process import DaemonProcess
-from model_folder import write_adapter_folder, write_model
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 ROWS = (json.dumps(ROW) + "\n").encode() * 3
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("openai")
-    model = write_model(folder / "tiny")
-    adapter = write_adapter_folder(folder / "adapter", "tuned")
-    with DaemonProcess(folder / "data", str(model), environment={"GYM_TEST_ADAPTER": str(adapter)}) as process:
-        yield process.wait_ready()
+@pytest.fixture
+def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
+    return shared_daemon
 
 
 @pytest.fixture

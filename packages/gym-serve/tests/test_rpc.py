@@ -13,7 +13,7 @@ import httpx
 import pytest
 from daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from model_folder import write_adapter_folder, write_model
+from model_folder import write_adapter_folder
 from rpc_client import RpcClient, details
 
 from gym_sdk._proto.gym.v1 import files_pb2, inference_pb2, jobs_pb2, models_pb2, server_pb2
@@ -22,13 +22,9 @@ ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "co
 ROWS = (json.dumps(ROW) + "\n").encode() * 3
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("rpc")
-    model = write_model(folder / "tiny")
-    adapter = write_adapter_folder(folder / "adapter", "tuned")
-    with DaemonProcess(folder / "data", str(model), environment={"GYM_TEST_ADAPTER": str(adapter)}) as process:
-        yield process.wait_ready()
+@pytest.fixture
+def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
+    return shared_daemon
 
 
 @pytest.fixture
