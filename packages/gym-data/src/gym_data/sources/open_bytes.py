@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 from gym_sdk.errors import DataError, MissingExtra, Where
 
@@ -81,8 +82,43 @@ def _decompressed(raw: IO[bytes], compression: str | None) -> Iterator[IO[bytes]
             import zstandard
         except ImportError:
             raise MissingExtra("reading .zst files", package="gym-data", extra="tables") from None
+        with io.BufferedReader(_ZstdReader(raw, zstandard), 1 << 20) as file:
+            yield file
+
+
+class _ZstdReader(io.RawIOBase):
+    """The decompressed frames of a zstd file. The library's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
+        self._raw = raw
+        self._zstandard = zstandard
+        self._decompressor: Any = None
+        self._left = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            data = self._raw.read(1 << 18)
+            if not data:
+                if self._decompressor is not None:
+                    raise EOFError
+                return 0
+            self._left = self._decompressed(data)
+        part = self._left[: len(buffer)]
+        buffer[: len(part)] = part
+        self._left = self._left[len(part) :]
+        return len(part)
+
+    def _decompressed(self, data: bytes) -> bytes:
+        found = []
         try:
-            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as file:
-                yield file
-        except zstandard.ZstdError as error:
+            while data:
+                decompressor = self._decompressor or self._zstandard.ZstdDecompressor().decompressobj()
+                found.append(decompressor.decompress(data))
+                self._decompressor = None if decompressor.eof else decompressor
+                data = decompressor.unused_data if decompressor.eof else b""
+        except self._zstandard.ZstdError as error:
             raise OSError(str(error)) from None
+        return b"".join(found)
