@@ -56,6 +56,24 @@ def test_without_settings_it_is_this_machines_own_daemon() -> None:
     assert resolved("http://localhost:8000") == ("http://localhost:8000", "gym-local", "argument")
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('{"grpc_target": "grpc://127.0.0.1:4711"}', "grpc://127.0.0.1:4711"),
+        ('{"grpc_target": "grpcs://10.0.0.7:4711"}', "grpcs://10.0.0.7:4711"),
+        ('{"grpc_target": "grpc://0.0.0.0:4711"}', "grpc://127.0.0.1:4711"),
+        ('{"grpc_target": "grpc://[::]:4711"}', "grpc://[::1]:4711"),
+        ('{"grpc_target": "nonsense"}', "grpc://127.0.0.1:50051"),
+        ('{"grpc_tar', "grpc://127.0.0.1:50051"),
+    ],
+)
+def test_this_machines_daemon_is_found_where_it_says_it_listens(said: str, expected: str) -> None:
+    data_dir().mkdir(parents=True)
+    (data_dir() / "daemon.json").write_text(said)
+    (data_dir() / "local.key").write_text("gym-local")
+    assert resolved() == (expected, "gym-local", "default")
+
+
 def test_a_key_goes_only_where_it_belongs(profiles: Path) -> None:
     data_dir().mkdir(parents=True)
     (data_dir() / "local.key").write_text("gym-local")

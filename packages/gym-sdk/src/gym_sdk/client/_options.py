@@ -45,3 +45,8 @@ def local_key_path(folder: Path | None = None) -> Path:
     `folder` is the daemon's data directory; the default one when not given.
     """
     return (folder or data_dir()) / "local.key"
+
+
+def local_address_path(folder: Path | None = None) -> Path:
+    """Where a daemon says at which addresses it listens: JSON with `grpc_target` and `http_url`."""
+    return (folder or data_dir()) / "daemon.json"

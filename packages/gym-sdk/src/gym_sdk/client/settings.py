@@ -15,6 +15,7 @@ machine's own key to this machine.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from gym_sdk.client._options import local_key_path
+from gym_sdk.client._options import local_address_path, local_key_path
 from gym_sdk.errors import UserError, Where
 from gym_sdk.folders import config_dir
 
@@ -66,7 +67,7 @@ class Settings:
     @property
     def is_local(self) -> bool:
         """Whether the daemon is on this machine."""
-        return LOOPBACK.match(self.address.hostname or "") is not None
+        return self.origin == "default" or LOOPBACK.match(self.address.hostname or "") is not None
 
     @property
     def target(self) -> str:
@@ -105,7 +106,7 @@ def resolve_settings(
             key = key or values.get("api_key")
             ca_certificate = values.get("ca_certificate", "")
     if url is None:
-        url, origin = LOCAL_URL, "default"
+        url, origin = _local_url(), "default"
     settings = Settings(base_url=_checked_url(url, origin), ca_certificate=ca_certificate, origin=origin)
     if key is None and settings.is_local:
         key = _local_key()
@@ -159,6 +160,21 @@ def _read_profile(path: Path, wanted: str | None) -> tuple[str, dict[str, str]] 
     if "api_key" in values and os.name == "posix" and path.stat().st_mode & 0o077:
         _logger.warning("%s holds a key and can be read by others; chmod 600 it", path)
     return name, values
+
+
+def _local_url() -> str:
+    """Where this machine's own daemon says it listens; the usual place where none has said so."""
+    try:
+        said: Any = json.loads(local_address_path().read_text(encoding="utf-8"))
+        url = str(said["grpc_target"])
+        parts = urlsplit(url)
+        if parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port:
+            # A daemon that listens everywhere is called where it is nearest.
+            nearest = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname)
+            return f"{parts.scheme}://{nearest}:{parts.port}" if nearest else url
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return LOCAL_URL
 
 
 def _local_key() -> str | None:
