@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +167,13 @@ def test_two_processes_that_prepare_the_same_data_end_with_one_whole_result(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "r.jsonl", [chat(f"question {i}", "answer " * (i % 50)) for i in range(500)])
-    context = multiprocessing.get_context("spawn")
-    arguments = (source.source, str(smollm2_folder), str(tmp_path / "cache"))
-    both = [context.Process(target=_prepare_in_process, args=arguments) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-    assert [process.exitcode for process in both] == [0, 0]
+    code = (
+        "import sys; from gym_data import prepare; from gym_sdk.spec.data import DataSource, DataSpec; "
+        "prepare(DataSpec(train=[DataSource(source=sys.argv[1])]), sys.argv[2], cache_dir=sys.argv[3], seed=0)"
+    )
+    command = [sys.executable, "-c", code, source.source, str(smollm2_folder), str(tmp_path / "cache")]
+    both = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
     (only,) = (tmp_path / "cache" / "prepared").iterdir()
     assert len(TokenStore(only / "train")) == 500
 
