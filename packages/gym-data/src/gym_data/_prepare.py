@@ -15,7 +15,7 @@ from gym_data.encoding.tokenizer import Tokenizer
 from gym_data.preparing.assemble import SourceStore, held_out, is_in, write_training
 from gym_data.preparing.batch import EncodedBatch, encode_chunk
 from gym_data.preparing.documents import Objective, RowEncoder, template_of
-from gym_data.report import DataReport, Dropped, LengthStats, Sample, SampleToken
+from gym_data.report import DataReport, Dropped, LengthStats, Sample, sample_of
 from gym_data.sources.inputs import open_input
 from gym_data.sources.records import RecordReader
 from gym_data.store.cache import cache_key, cached_folder
@@ -64,7 +64,7 @@ def prepare(
     for index, source in enumerate(sources):
         progress("fingerprint", index, len(sources))
         digests.append(open_input(source).digest())
-    options = data.model_dump(mode="json", exclude={"num_workers", "packing"})
+    options = data.model_dump(mode="json", exclude={"packing"})
     key = cache_key(CODE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed)
     build = _Build(data, tokenizer, objective, seed, key, digests, progress)
     built, was_there = cached_folder(Path(cache_dir) / "prepared", key, build.run)
@@ -232,10 +232,3 @@ def _shown(store: TokenStore) -> list[int]:
     order = np.argsort(store.lengths, kind="stable")
     picks = [0, len(order) // 2, int(len(order) * 0.9)]
     return list(dict.fromkeys(int(order[pick]) for pick in picks))[:NUM_SAMPLES]
-
-
-def sample_of(ids: Any, loss_mask: Any, tokenizer: Tokenizer, place: str) -> Sample:
-    """A document's text in stretches of trained and untrained tokens."""
-    edges = [0, *(np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1), len(ids)]
-    stretches = [SampleToken(tokenizer.decode(ids[a:b]), bool(loss_mask[a])) for a, b in pairwise(edges) if b > a]
-    return Sample(place, tuple(stretches))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+
+from gym_data.encoding.tokenizer import Tokenizer
 
 MAX_LISTED_LINES = 100
 
@@ -45,6 +48,13 @@ class Sample:
 
     place: str
     tokens: tuple[SampleToken, ...]
+
+
+def sample_of(ids: Any, loss_mask: Any, tokenizer: Tokenizer, place: str) -> Sample:
+    """A document's text in stretches of trained and untrained tokens."""
+    edges = [0, *(np.flatnonzero(np.diff(loss_mask.astype(np.int8))) + 1), len(ids)]
+    stretches = [SampleToken(tokenizer.decode(ids[a:b]), bool(loss_mask[a])) for a, b in pairwise(edges) if b > a]
+    return Sample(place, tuple(stretches))
 
 
 @dataclass(slots=True)

@@ -87,10 +87,3 @@ class DataSpec(SpecModel):
 
     packing: bool = True
     """Put several rows side by side without padding; a row never sees its neighbours."""
-
-    streaming: bool = False
-    """Prepare rows while training, for data larger than the disk. Rows are shuffled within blocks only, and
-    `eval.split` holds out by content as it goes."""
-
-    num_workers: Annotated[int, Field(ge=0)] | None = None
-    """Processes that prepare rows; one a core when not given, none for small files."""

@@ -1,0 +1,21 @@
+"""`gym data`: look at data sets and change them."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from gym_data.cli import change, look
+
+app: App = App(
+    name="gym data", help="Look at data sets and change them; every command counts its rows.", version_flags=[]
+)
+
+app.command(look.inspect)
+app.command(look.validate)
+app.command(look.stats)
+app.command(look.preview)
+app.command(change.convert)
+app.command(change.split)
+app.command(change.dedup)
+app.command(change.decontaminate)
+app.command(change.pii)

@@ -1,0 +1,73 @@
+"""What every command of `gym data` takes: the rows and how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gym_data.encoding.tokenizer import Tokenizer
+from gym_data.record import Record
+from gym_sdk.cli import console
+from gym_sdk.errors import UserError
+from gym_sdk.spec.data import DataSource
+
+AsJson = Annotated[bool, Parameter(name="--json", negative="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the rows are read."""
+
+    format: str = "auto"
+    """The shape of the rows; recognised when left out."""
+
+    column: Annotated[list[str] | None, Parameter(negative="")] = None
+    """A column by the format's name, such as prompt=question; may be given several times."""
+
+    limit: int | None = None
+    """Only the first rows."""
+
+
+ReadingOptions = Annotated[Reading | None, Parameter(name="*", group="Reading")]
+
+
+def sources_of(names: Sequence[str], reading: Reading | None) -> list[DataSource]:
+    """The sources of a command line. Raises UserError for a column that is no pair."""
+    chosen = reading or Reading()
+    columns = {}
+    for text in chosen.column or []:
+        key, sign, value = text.partition("=")
+        if not (key and sign and value):
+            raise UserError(f"--column {text}: must be a pair such as prompt=question")
+        columns[key] = value
+    if not names:
+        raise UserError("no data named", hint="gym data inspect data/train.jsonl")
+    if chosen.limit is not None and chosen.limit < 1:
+        raise UserError(f"--limit {chosen.limit}: must be at least 1")
+    return [DataSource(source=name, format=chosen.format, columns=columns, limit=chosen.limit) for name in names]
+
+
+def tokenizer_of(model: str) -> Tokenizer:
+    """The tokenizer of a model folder."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"--model {model}: no such folder", hint="Name a model folder with a tokenizer.json.")
+    return Tokenizer.from_folder(folder)
+
+
+@contextmanager
+def counted(records: Iterator[Record], label: str) -> Iterator[Iterator[Record]]:
+    """The records, with progress on standard error."""
+    with console.progress(None, "rows", label) as progress:
+
+        def going() -> Iterator[Record]:
+            for record in records:
+                yield record
+                progress.advance()
+
+        yield going()

@@ -1,0 +1,1 @@
+"""Rows as the model sees them, for people."""
