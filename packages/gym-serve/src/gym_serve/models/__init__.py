@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gym_serve.models.load import load_model
     from gym_serve.models.progress import ProgressCallback
     from gym_serve.models.resolution import ResolvedModel, resolve
+    from gym_serve.models.target import ServeTarget, open_target
 
 _HOMES = {
     "AdapterInfo": "adapters",
@@ -21,15 +22,19 @@ _HOMES = {
     "ProgressCallback": "progress",
     "ResolvedModel": "resolution",
     "resolve": "resolution",
+    "ServeTarget": "target",
+    "open_target": "target",
 }
 
 __all__ = [
     "AdapterInfo",
     "ProgressCallback",
     "ResolvedModel",
+    "ServeTarget",
     "inspect_adapter",
     "load_adapter",
     "load_model",
+    "open_target",
     "resolve",
 ]
 

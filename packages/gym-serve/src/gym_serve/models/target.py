@@ -1,0 +1,67 @@
+"""What a user names to be served or talked to: a run, an adapter, or a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gym_sdk.errors import ModelError, UserError
+from gym_sdk.rundir import RunDir
+from gym_serve.models.adapters import CONFIG, inspect_adapter
+from gym_serve.models.progress import ProgressCallback
+from gym_serve.models.resolution import ResolvedModel, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeTarget:
+    """A base model, and perhaps an adapter on it."""
+
+    name: str
+    """For people and as a model id: the run's or folder's name, or the source as given."""
+    base: ResolvedModel
+    adapter: Path | None = None
+
+
+def open_target(target: str, *, on_progress: ProgressCallback | None = None) -> ServeTarget:
+    """Find what `target` names: a run directory (its final adapter or model), an adapter folder, or a model source.
+
+    Raises:
+        ModelError: the run has nothing to serve yet, or its base cannot be found; else as `resolve`.
+    """
+    path = Path(target).expanduser()
+    if (path / "run.json").is_file():
+        return _run(RunDir.open(path), on_progress)
+    if (path / CONFIG).is_file():
+        info = inspect_adapter(path)
+        if info.base is None:
+            raise ModelError(f"the adapter {path} does not say what its base is", hint="name its run instead")
+        return ServeTarget(name=path.name, base=resolve(info.base, on_progress=on_progress), adapter=path)
+    return ServeTarget(name=_name_of(target), base=resolve(target, on_progress=on_progress))
+
+
+def _run(run: RunDir, on_progress: ProgressCallback | None) -> ServeTarget:
+    if (run.model_dir / "config.json").is_file():
+        return ServeTarget(name=run.path.name, base=resolve(str(run.model_dir), on_progress=on_progress))
+    if not (run.adapter_dir / CONFIG).is_file():
+        raise ModelError(
+            f"the run {run.path.name} has no model yet; it is {_state_of(run)}",
+            hint=f"finish it with `gym train --resume {run.path}`",
+        )
+    from gym_sdk.spec import load_spec
+
+    spec = load_spec(run.spec_path)
+    base = resolve(spec.model.source, revision=spec.model.revision, on_progress=on_progress)
+    return ServeTarget(name=run.path.name, base=base, adapter=run.adapter_dir)
+
+
+def _state_of(run: RunDir) -> str:
+    try:
+        state = run.state()
+    except UserError:
+        return "not readable"
+    return str(getattr(state, "name", state)).lower()
+
+
+def _name_of(source: str) -> str:
+    name = source.rstrip("/").rsplit("/", 1)[-1]
+    return name.removesuffix(".gguf") if source.endswith(".gguf") or Path(source).exists() else source
