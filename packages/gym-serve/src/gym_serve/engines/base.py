@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -171,7 +172,7 @@ class TokenStream:
         self._abort = abort
         self._items: deque[Token | Finish | GymError] = deque()
         self._ready = threading.Condition()
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
         self._forward: Callable[[Sequence[Token | Finish | GymError]], None] | None = None
 
     def abort(self) -> None:
@@ -225,7 +226,7 @@ class TokenStream:
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         with self._ready:
-            self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
+            self._wake = partial(loop.call_soon_threadsafe, arrived.set)
         try:
             while self.finish is None:
                 arrived.clear()

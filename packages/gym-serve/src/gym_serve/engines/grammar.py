@@ -15,12 +15,13 @@ from gym_serve.engines.base import RequestRefused
 
 if TYPE_CHECKING:
     import torch
+    from llguidance import LLMatcher, LLTokenizer
 
 
 class GrammarMatcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: object) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def allowed(self) -> torch.Tensor:
@@ -47,7 +48,7 @@ class GrammarCompiler:
         """`vocab_size` is the model's, which may be padded beyond the tokenizer's."""
         self._path = tokenizer_json
         self._vocab_size = vocab_size
-        self._tokenizers: dict[frozenset[int], object] = {}
+        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
 
     def matcher(self, grammar: str, stop_ids: frozenset[int]) -> GrammarMatcher:
         """A matcher at the start of `grammar`: a JSON Schema (text that starts with `{`) or a Lark grammar.

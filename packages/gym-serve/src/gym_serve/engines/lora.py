@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -234,8 +235,8 @@ def _read(info: AdapterInfo, model: nn.Module, device: torch.device, dtype: torc
                 raise ModelError(f"{info.folder} uses DoRA but stores no magnitudes for {name}")
             weight = _plain_weight(model.get_submodule(name), info)
             norm = torch.linalg.vector_norm(weight.float() + (b_scaled @ a.float()).to(weight.device), dim=1)
-            factor = magnitude.float().to(norm.device) / norm
-            b_scaled = b_scaled * factor.cpu()[:, None]
+            ratio = magnitude.float() / norm.cpu()
+            factor, b_scaled = ratio, b_scaled * ratio[:, None]
         deltas[name] = _Delta(
             a_SD=a.to(device, dtype),
             b_SD=b_scaled.T.contiguous().to(device, dtype),
@@ -244,7 +245,7 @@ def _read(info: AdapterInfo, model: nn.Module, device: torch.device, dtype: torc
     return LoadedAdapter(content_id=info.content_id, rank=max(ranks.values()), deltas=deltas)
 
 
-def _scaling(config: dict[str, object], name: str, rank: int) -> float:
+def _scaling(config: dict[str, Any], name: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) under rsLoRA; alpha may differ by layer."""
     pattern = config.get("alpha_pattern") or {}
     assert isinstance(pattern, dict)

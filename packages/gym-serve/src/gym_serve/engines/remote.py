@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,7 @@ from gym_serve.engines.protocol import (
 )
 from gym_serve.engines.worker import WorkerSettings
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
@@ -209,7 +210,7 @@ class RemoteEngine:
             try:
                 self._start()
             except GymError as error:
-                logger.error("engine process did not start: %s", error)
+                _logger.error("engine process did not start: %s", error)
                 continue
             threading.Thread(target=self._reload, name="gym-reload", daemon=True).start()
 
@@ -264,7 +265,7 @@ class RemoteEngine:
             connection.close()
         failure = EngineError(f"the engine process {_how_it_ended(process)}", hint="send the request again")
         if not self._closing:
-            logger.error("engine process died requests=%d: %s", len(streams), failure.message)
+            _logger.error("engine process died requests=%d: %s", len(streams), failure.message)
         for stream in streams.values():
             stream.put([failure])
         for call in calls.values():
@@ -278,12 +279,12 @@ class RemoteEngine:
                 found = self._call(lambda call, folder=folder: LoadAdapter(call, str(folder)))
             except GymError as error:
                 found = None
-                logger.error("adapter was not loaded again adapter=%s: %s", adapter, error)
+                _logger.error("adapter was not loaded again adapter=%s: %s", adapter, error)
             if found != adapter:
                 with self._changed:
                     self._folders.pop(adapter, None)  # never another adapter under this id
 
-    def _call(self, make) -> str | None:
+    def _call(self, make: Callable[[int], LoadAdapter | UnloadAdapter]) -> str | None:
         result: Future[str | None] = Future()
         with self._changed:
             number = self._next_call

@@ -81,7 +81,7 @@ class Scheduler:
     def __init__(self, cache: SlotCache, *, max_slots: int, step_tokens: int) -> None:
         self.running: list[Running] = []
         self.waiting: deque[Running] = deque()
-        self.num_preemptions = 0
+        self.num_preemptions: int = 0
         self._cache = cache
         self._max_slots = max_slots
         self._step_tokens = step_tokens

@@ -36,11 +36,11 @@ class SlotCache:
     """Keys and values [R, K, C, D] for each layer; made and grown on use."""
 
     def __init__(self, *, max_slots: int, max_tokens: int) -> None:
-        self.max_slots = max_slots
-        self.max_tokens = max_tokens
+        self.max_slots: int = max_slots
+        self.max_tokens: int = max_tokens
         """The budget: slots times positions."""
-        self.num_slots = 0
-        self.length = 0
+        self.num_slots: int = 0
+        self.length: int = 0
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 

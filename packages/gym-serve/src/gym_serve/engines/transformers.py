@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from peft import PeftModel
 from transformers import AttentionInterface
 
 from gym_sdk.errors import GymError, ModelError
@@ -37,7 +38,7 @@ from gym_serve.engines.slots import ATTENTION, GROWTH_TOKENS, Segment, SlotCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 AttentionInterface.register(ATTENTION, attend)
 
@@ -55,7 +56,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         *,
         max_slots: int = DEFAULT_MAX_SLOTS,
         step_tokens: int = DEFAULT_STEP_TOKENS,
@@ -75,8 +76,8 @@ class TransformersEngine:
             ModelError: the model's attention cannot be run by slots.
         """
         self._model = model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._base: PreTrainedModel = base
+        base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[assignment]
+        self._base = base
         text_config = base.config.get_text_config()
         self._context_length = min(context_length or 2**31, int(text_config.max_position_embeddings))
         self._vocab_size = int(text_config.vocab_size)
@@ -84,7 +85,7 @@ class TransformersEngine:
         self._device = next(base.parameters()).device
         self._dtype = base.dtype
         self._was_training = model.training
-        self._attention_before = base.config._attn_implementation
+        self._attention_before = _attention_of(base)
         _check_layers(base)
         model.eval()
         base.set_attn_implementation(ATTENTION)
@@ -242,7 +243,7 @@ class TransformersEngine:
                 try:
                     self._step()
                 except Exception as error:
-                    logger.exception("engine step failed")
+                    _logger.exception("engine step failed")
                     self._fail(error)
                     if isinstance(error, GymError) or not isinstance(error, torch.OutOfMemoryError):
                         return
@@ -416,8 +417,13 @@ def _check_layers(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has {other[0]} layers, which the embedded engine does not run",
             hint="serve it with the vllm engine",
         )
-    if not model._supports_attention_backend:
+    if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _attention_of(model: PreTrainedModel) -> str:
+    # transformers sets it through a method and shows it through nothing public.
+    return model.config._attn_implementation or "eager"  # pyright: ignore[reportPrivateUsage]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -146,7 +146,7 @@ def _submit(message: Submit, engine: Engine, outbox: Outbox) -> None:
     stream.forward(lambda items: outbox.add(message.id, items))
 
 
-def _call(number: int, call, outbox: Outbox) -> None:
+def _call(number: int, call: Callable[[], str | None], outbox: Outbox) -> None:
     try:
         outbox.reply(Reply(number, call()))
     except Exception as error:  # noqa: BLE001  (belongs to the caller on the other side)
@@ -198,6 +198,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # no thread of a library may hold a dead engine's memory
+    os._exit(main())  # no thread of a library may hold a dead engine's memory

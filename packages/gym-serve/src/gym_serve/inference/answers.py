@@ -72,10 +72,10 @@ class AnswerReader:
     """Reads one answer, token by token."""
 
     def __init__(self, index: int, settings: ReaderSettings) -> None:
-        self.index = index
-        self.num_tokens = 0
-        self.num_reasoning_tokens = 0
-        self.stopped = False
+        self.index: int = index
+        self.num_tokens: int = 0
+        self.num_reasoning_tokens: int = 0
+        self.stopped: bool = False
         """Whether a stop string was found: no further token is wanted."""
         self._settings = settings
         # Markers of tool calls are special tokens in some families; stop ids never reach the decoder.
@@ -170,7 +170,7 @@ class AnswerStream:
     def __init__(
         self, streams: Sequence[TokenStream], settings: ReaderSettings, *, before: Sequence[Delta] = ()
     ) -> None:
-        self.num_prompt_tokens = len(streams[0].request.prompt_ids)
+        self.num_prompt_tokens: int = len(streams[0].request.prompt_ids)
         self._streams = streams
         self._readers = [AnswerReader(i, settings) for i in range(len(streams))]
         self._before = before

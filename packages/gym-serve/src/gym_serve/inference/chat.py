@@ -18,7 +18,7 @@ from gym_sdk.errors import DataError
 from gym_serve.engines.base import Engine, GenerationRequest, PromptTooLong, RequestRefused, SamplingParams
 from gym_serve.inference.answers import AnswerStream, Delta, ReaderSettings, Usage
 from gym_serve.inference.requests import ChatRequest, CompletionRequest, GenerationSettings, ResponseFormat
-from gym_serve.inference.tools import family_of
+from gym_serve.inference.tools import Family, family_of
 
 __all__ = ["ChatModel", "ChatRequest", "CompletionRequest", "Delta", "ResponseFormat", "Usage"]
 
@@ -35,10 +35,12 @@ class ChatModel:
         self, engine: Engine, folder: Path, *, adapter: str | None = None, adapter_folder: Path | None = None
     ) -> None:
         """`folder` is the base model's; `adapter` the content id of one loaded in the engine, from `adapter_folder`."""
-        self.engine = engine
-        self.adapter = adapter
+        self.engine: Engine = engine
+        self.adapter: str | None = adapter
         folders = [folder] if adapter_folder is None else [adapter_folder, folder]
-        self.tokenizer = Tokenizer.from_folder(next((f for f in folders if (f / "tokenizer.json").is_file()), folder))
+        self.tokenizer: Tokenizer = Tokenizer.from_folder(
+            next((f for f in folders if (f / "tokenizer.json").is_file()), folder)
+        )
         own = folders[0] / "chat_template.jinja"
         template = own.read_text(encoding="utf-8") if own.is_file() else self.tokenizer.chat_template
         self._renderer: ChatRenderer | None = None
@@ -53,13 +55,14 @@ class ChatModel:
         eos = generation.get("eos_token_id")
         self._eos_ids = tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
         template = template or ""
-        self._family = family_of(template + (self.tokenizer.chat_templates.get("tool_use") or ""))
+        self._family: Family | None = family_of(template + (self.tokenizer.chat_templates.get("tool_use") or ""))
         self._thinks = "<think>" in template or "</think>" in template
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
-        return frozenset([*(self._renderer.stop_ids if self._renderer else self.tokenizer.eos_ids), *self._eos_ids])
+        own = self._renderer.stop_ids if self._renderer else self.tokenizer.eos_ids
+        return frozenset([*map(int, own), *self._eos_ids])
 
     def tokenize(self, request: ChatRequest) -> list[int]:
         """The prompt's ids, exactly as they would be given to the model.
@@ -115,7 +118,9 @@ class ChatModel:
         else:
             ids = list(request.prompt)
         settings = ReaderSettings(
-            tokenizer=self.tokenizer, stop=request.stop, stop_ids=frozenset([*self.tokenizer.eos_ids, *self._eos_ids])
+            tokenizer=self.tokenizer,
+            stop=request.stop,
+            stop_ids=frozenset([*map(int, self.tokenizer.eos_ids), *self._eos_ids]),
         )
         before: Sequence[Delta] = ()
         if request.echo:

@@ -34,7 +34,7 @@ class LocalChat:
     """A loaded model that answers; see `gym_sdk.cli.chat.ChatBackend`."""
 
     def __init__(self, target: ServeTarget) -> None:
-        self.model = target.name
+        self.model: str = target.name
         self._served = _load(target)
 
     def stream(

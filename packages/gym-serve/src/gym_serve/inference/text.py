@@ -48,7 +48,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.rest = ""
+        self.rest: str = ""
         """After a stop string was found: what followed it."""
 
     def push(self, text: str) -> tuple[str, bool]:

@@ -29,7 +29,7 @@ class JsonCalls:
     """
 
     def __init__(self, first_index: int = 0) -> None:
-        self.index = first_index
+        self.index: int = first_index
         """Of the next call."""
         self._depth = 0
         self._in_string = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 from gym_serve.models._suggest import nearest
@@ -70,7 +70,7 @@ def _download(repo_id: str, revision: str | None, report: ProgressCallback) -> t
     if not any(file.filename.endswith(".safetensors") for file in planned):
         raise ModelError(f"{repo_id} has no safetensors weights", hint="look for a conversion of it that has")
     commit = planned[0].commit_hash
-    todo = sum(file.file_size for file in planned if file.will_download)
+    todo = sum(file.file_size or 0 for file in planned if file.will_download)
     if todo:
         stage = f"downloading {repo_id} ({human_size(todo)})"
         report(stage, 0, todo, "bytes")
@@ -93,10 +93,10 @@ def _byte_counter(stage: str, total: int, report: ProgressCallback) -> type:
     lock = threading.Lock()
     furthest = 0
 
-    class ByteCounter(tqdm):
+    class ByteCounter(tqdm):  # pyright: ignore[reportMissingTypeArgument]
         """One of the hub client's bars (bytes received, bytes written, files); the furthest in bytes is told."""
 
-        def __init__(self, *args: object, **kwargs: object) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = kwargs.get("unit") == "B"
             self._bytes = 0
             super().__init__(*args, **{**kwargs, "disable": True})

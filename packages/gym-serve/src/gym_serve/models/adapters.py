@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import MissingExtra, ModelError
 from gym_serve.models._suggest import nearest
@@ -28,7 +28,7 @@ class AdapterInfo:
     """An adapter folder that has been looked at, but not loaded."""
 
     folder: Path
-    config: dict[str, object] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     """The shape of every stored weight, by its key in the file."""
 
@@ -111,7 +111,7 @@ def load_adapter(
     if (info.folder / "generation_config.json").is_file():  # how the adapter ends its turns, not how its base did
         from transformers import GenerationConfig
 
-        loaded.generation_config = model.generation_config = GenerationConfig.from_pretrained(info.folder)
+        model.generation_config = GenerationConfig.from_pretrained(info.folder)  # peft passes it on
     return loaded.train(trainable)
 
 

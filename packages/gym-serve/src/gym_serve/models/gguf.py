@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def convert(path: Path, folder: Path, report: ProgressCallback) -> None:
         raise ModelError(
             f"{path} is not a whole GGUF file: {error}", hint="download it again and compare its size or SHA-256"
         ) from error
-    metadata: dict[str, object] = {
+    metadata: dict[str, Any] = {
         name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")
     }
     architecture = metadata.get("general.architecture")
@@ -90,7 +90,7 @@ def convert(path: Path, folder: Path, report: ProgressCallback) -> None:
 
 
 def _write_weights(
-    reader: GGUFReader, config: Mapping[str, object], folder: Path, *, exact: bool, stage: str, report: ProgressCallback
+    reader: GGUFReader, config: Mapping[str, Any], folder: Path, *, exact: bool, stage: str, report: ProgressCallback
 ) -> None:
     tensors = [tensor for tensor in reader.tensors if tensor.name != "rope_freqs.weight"]
     total = len(tensors)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +50,8 @@ def weight_name(name: str) -> str:
 
 
 def hugging_face_config(
-    metadata: Mapping[str, object], names: Set[str], rope_factors: np.ndarray | None, path: Path
-) -> dict[str, object]:
+    metadata: Mapping[str, Any], names: Set[str], rope_factors: np.ndarray | None, path: Path
+) -> dict[str, Any]:
     """The `config.json` of a GGUF file with this metadata and these tensor names.
 
     Raises:
@@ -58,7 +59,7 @@ def hugging_face_config(
     """
     architecture = str(metadata["general.architecture"])
 
-    def get(key: str, default: object = None) -> object:
+    def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
         if value is None:
             raise ModelError(f"{path} lacks the metadata key {architecture}.{key}", hint="the file is damaged")
@@ -69,7 +70,7 @@ def hugging_face_config(
     hidden, heads, layers = int(get("embedding_length")), int(get("attention.head_count")), int(get("block_count"))
     head_dim = int(get("attention.key_length", get("rope.dimension_count", hidden // heads)))
     _check_complete(names, architecture, layers, path)
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_act": "silu",
@@ -101,8 +102,8 @@ def _check_complete(names: Set[str], architecture: str, layers: int, path: Path)
 
 
 def _rope(
-    metadata: Mapping[str, object], architecture: str, head_dim: int, factors: np.ndarray | None, path: Path
-) -> dict[str, object]:
+    metadata: Mapping[str, Any], architecture: str, head_dim: int, factors: np.ndarray | None, path: Path
+) -> dict[str, Any]:
     theta = float(str(metadata.get(f"{architecture}.rope.freq_base", 10000.0)))
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if factors is not None:
@@ -123,7 +124,7 @@ def _rope(
     raise ModelError(f"{path} scales its rotary positions by {kind}, which is not converted here")
 
 
-def _llama3_rope(theta: float, head_dim: int, factors: np.ndarray, path: Path) -> dict[str, object]:
+def _llama3_rope(theta: float, head_dim: int, factors: np.ndarray, path: Path) -> dict[str, Any]:
     """Llama 3's scaling, which a GGUF file holds as one number a frequency rather than as its parameters.
 
     The released models use two sets of parameters; each is computed and compared.

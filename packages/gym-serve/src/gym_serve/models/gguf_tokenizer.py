@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 
@@ -66,7 +66,7 @@ class GgufTokenizer:
     """A tokenizer read from GGUF metadata, and the ids that go into the generation config."""
 
     tokenizer: Tokenizer
-    config: Mapping[str, object]
+    config: Mapping[str, Any]
     chat_template: str | None
     bos_id: int | None
     stop_ids: list[int]
@@ -81,7 +81,7 @@ class GgufTokenizer:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8", newline="")
 
 
-def build_tokenizer(metadata: Mapping[str, object], path: Path) -> GgufTokenizer:
+def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> GgufTokenizer:
     """Build the tokenizer that GGUF `metadata` describes; `path` is for messages.
 
     Raises:
@@ -147,7 +147,7 @@ def build_tokenizer(metadata: Mapping[str, object], path: Path) -> GgufTokenizer
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     stops = [i for i in (eos, token_id("eot"), token_id("eom")) if i is not None]
     architecture = metadata["general.architecture"]
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": add_bos,
         "clean_up_tokenization_spaces": False,

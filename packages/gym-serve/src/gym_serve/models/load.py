@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gym_sdk.errors import MissingExtra, ModelError
 from gym_serve.models.resolution import ResolvedModel
@@ -46,22 +47,25 @@ def load_model(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device", hint="use device cpu; `gym doctor` says what this machine has")
     if isinstance(dtype, str):
-        dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
-    options: dict[str, object] = {"dtype": dtype, "device_map": {"": device}, "trust_remote_code": trust_remote_code}
+        compute: torch.dtype = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    else:
+        compute = dtype
+    options: dict[str, Any] = {"dtype": compute, "device_map": {"": device}, "trust_remote_code": trust_remote_code}
     if attention is not None:
         options["attn_implementation"] = attention
     if quantization != "none":
-        options["quantization_config"] = _quantization(quantization, dtype)
+        options["quantization_config"] = _quantization(quantization, compute)
     try:
         with _no_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 resolved.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"{resolved.source} cannot be loaded: {_first_line(error)}", hint=_hint(str(error))) from error
-    if missing := sorted(info["missing_keys"]):
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
         raise ModelError(
             f"{resolved.source} lacks {len(missing)} weights, such as {missing[0]}",
             hint="the folder is incomplete, or its config.json belongs to another model",
@@ -93,10 +97,8 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def _quantization(kind: Literal["nf4", "int8"], dtype: torch.dtype) -> object:
-    try:
-        import bitsandbytes  # noqa: F401  (transformers names the package only deep inside the load)
-    except ImportError as error:
-        raise MissingExtra(f"holding the base in {kind}", package="gym-trainer", extra="cuda") from error
+    if importlib.util.find_spec("bitsandbytes") is None:  # transformers would say so only deep inside the load
+        raise MissingExtra(f"holding the base in {kind}", package="gym-trainer", extra="cuda")
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
