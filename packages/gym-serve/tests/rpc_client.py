@@ -51,9 +51,9 @@ class RpcClient:
         )
         return function(request, metadata=self._metadata, timeout=timeout)
 
-    def drain(self, service: str, method: str, request: Message) -> list[Any]:
+    def drain(self, service: str, method: str, request: Message, timeout: float = 60.0) -> list[Any]:
         """Every response of a stream."""
-        return list(self.stream(service, method, request))
+        return list(self.stream(service, method, request, timeout))
 
     def reflect(self) -> list[str]:
         """The services that reflection names."""

@@ -15,6 +15,7 @@ from gym_serve.generation import Generation
 from gym_serve.grpc.convert import timestamp
 from gym_serve.inference import ChatRequest, CompletionRequest, Delta, Usage
 from gym_serve.inference.answers import TokenLogprob
+from gym_serve.inference.chat import MAX_ANSWERS
 from gym_serve.inference.requests import ResponseFormat
 
 _ROLES: dict[int, Role] = {
@@ -192,6 +193,9 @@ def _settings(given: pb.SamplingParameters) -> dict[str, Any]:
         sampling["logit_bias"] = dict(given.logit_bias)
     if given.HasField("max_tokens") and given.max_tokens == 0:
         raise invalid("max_tokens must be at least 1", field="input.sampling.max_tokens")
+    if given.HasField("n") and not 1 <= given.n <= MAX_ANSWERS:
+        # Here, before a list of so many answers is made.
+        raise invalid(f"n must be from 1 to {MAX_ANSWERS}", field="input.sampling.n")
     return {
         "sampling": sampling,
         "max_tokens": given.max_tokens if given.HasField("max_tokens") else None,
