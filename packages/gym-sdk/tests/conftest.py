@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,13 @@ def spec_path(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text("name: notes\nmodel: {source: Qwen/Qwen3-8B}\ndata: {train: [{source: rows.jsonl}]}\n")
     return path
+
+
+@pytest.fixture(scope="session")
+def sdk_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as it is now. uv would take a folder's build from its cache, however old."""
+    folder = tmp_path_factory.mktemp("wheel")
+    package = Path(__file__).resolve().parents[1]
+    subprocess.run(["uv", "build", "--quiet", "--wheel", "--out-dir", folder, package], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel

@@ -59,11 +59,11 @@ def test_the_protos_are_well_named_and_break_no_older_client() -> None:
 
 
 @pytest.mark.packaging
-def test_stubs_load_beside_openais_gym() -> None:
+def test_stubs_load_beside_openais_gym(sdk_wheel: Path) -> None:
     code = "import gym\n" + "".join(f"import {name}\n" for name in MODULES) + "print(gym.__version__, gym.make)"
-    sdk = str(REPOSITORY / "packages/gym-sdk")
     # gym 0.26 runs on numpy < 2.
-    command = ["uv", "run", "--isolated", "--no-project", "--with", sdk, "--with", "gym==0.26.2", "--with", "numpy<2"]
-    result = subprocess.run([*command, "python", "-c", code], capture_output=True, text=True)
+    pins = ("--with", str(sdk_wheel), "--with", "gym==0.26.2", "--with", "numpy<2")
+    command = ["uv", "run", "--isolated", "--no-project", *pins, "python", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0.26.2")
