@@ -202,3 +202,15 @@ def test_there_is_exactly_one_bos(family: str) -> None:
     assert ids[0] == made.tokenizer.bos_id
     assert ids.count(made.tokenizer.bos_id) == 1
     assert made.encode_prompt(record_of(CHATS["two_turns"]).messages[:1]).count(made.tokenizer.bos_id) == 1
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen2_5", "llama3_1", "glm4moe"])
+def test_a_chat_that_begins_with_the_assistant_trains_its_answer_only(family: str) -> None:
+    """Not the system text that some templates put before it."""
+    made = renderer(family)
+    turns = [("assistant", "hello"), ("user", "1+1?"), ("assistant", "2")]
+    record = record_of({"messages": [{"role": role, "content": text} for role, text in turns]})
+    rendered = made.render_training(record)
+    first = rendered.rendered.text[slice(*rendered.trained[0])]
+    assert first.removeprefix("\n<think></think>\n").startswith("hello")
+    assert len(rendered.trained) == 2

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gym_data.record import Message
 from gym_data.rendering.recorded import Program, Recorded, Recorder, Text, Untraceable, joined
 from gym_data.rendering.spans import Span
+from gym_data.rendering.template import TemplateFailed
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def learn(
         whole = render(recorder, -1, False)
         for span in spans:
             # What the template asks about the messages before a turn decides where the turn starts.
-            render(recorder, span.message, True)
+            if span.message:
+                render(recorder, span.message, True)
             if span.stop_start is None:
                 render(recorder, span.message + 1, False)
         for number, given in enumerate(inputs):
@@ -135,7 +137,7 @@ def learn(
         for expression in {t.value for t in texts if t.is_expression}:
             recorder.answer(f"{expression} != ''", True)
         program = Program(len(inputs), recorder.conditions, texts)
-    except Untraceable:
+    except (Untraceable, TemplateFailed):
         return None
     if program.render(inputs) != text:
         return None

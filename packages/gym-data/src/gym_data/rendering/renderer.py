@@ -135,8 +135,9 @@ class ChatRenderer:
             spans = find_spans(
                 full,
                 turns,
-                lambda turn: traced(turn, True) if turn else Rendered("", ()),
+                lambda turn: traced(turn, True),
                 lambda turn: traced(turn + 1, False),
+                lambda: self._generation_prompt,
                 self._stops,
                 self._added_pattern,
             )
@@ -250,6 +251,19 @@ class ChatRenderer:
         eos = {self.tokenizer.backend.id_to_token(id_) for id_ in self.tokenizer.eos_ids}
         ends = {token for token in (self._user_end, self._answer_end) if token}
         return StopTokens(frozenset(token for token in eos if token), frozenset(ends))
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """What `add_generation_prompt` adds after a user's turn."""
+        chat = [text_message("user", "a")]
+        try:
+            without, prompt = (
+                self._render(self.main_template, chat, self.plain_conventions, None, wanted, {}).text
+                for wanted in (False, True)
+            )
+        except DataError:
+            return ""
+        return prompt[len(without) :] if prompt.startswith(without) else ""
 
     @cached_property
     def _user_end(self) -> str | None:

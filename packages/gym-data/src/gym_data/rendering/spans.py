@@ -75,19 +75,24 @@ def find_spans(
     turns: Collection[int],
     render_prompt: Callable[[int], Rendered],
     render_alone: Callable[[int], Rendered],
+    generation_prompt: Callable[[], str],
     stops: StopTokens,
     added_tokens: re.Pattern[str],
 ) -> list[Span]:
     """The spans of the assistant turns `turns`.
 
     `render_prompt(i)` renders the messages before `i` with the generation prompt, `render_alone(i)` those through `i`
-    without; `added_tokens` matches the tokenizer's added tokens. Raises CannotMask.
+    without; `generation_prompt()` is for a turn that has no messages before it; `added_tokens` matches the tokenizer's
+    added tokens. Raises CannotMask.
     """
     pieces = pieces_of(full)
     has_marks = any(piece.source & MARK for piece in pieces)
     spans: list[Span] = []
     for turn in sorted(turns):
-        start = _start(full, pieces, turn, render_prompt(turn), added_tokens)
+        if turn:
+            start = _start(full, pieces, turn, render_prompt(turn), added_tokens)
+        else:
+            start = _first_start(full, pieces, generation_prompt())
         stop_start, stop = _stop(full, pieces, turn, start, lambda turn=turn: render_alone(turn), stops)
         _check(full, pieces, turn, start, stop, spans[-1].stop if spans else 0)
         kept = _marked(pieces, start, stop, stop_start) if has_marks else ((start, stop),)
@@ -118,6 +123,16 @@ def _start(full: Rendered, pieces: list[Piece], turn: int, prompt: Rendered, add
     if tail and not common:
         raise CannotMask("the turn does not begin as the generation prompt says")
     return begin + common
+
+
+def _first_start(full: Rendered, pieces: list[Piece], generation_prompt: str) -> int:
+    """The start of a chat that begins with the assistant: most templates cannot render a prompt without messages."""
+    content = next((piece.start for piece in pieces if piece.is_content), len(full.text))
+    later = next((piece.start for piece in pieces if piece.message), len(full.text))
+    at = full.text.rfind(generation_prompt, 0, min(content, later)) if generation_prompt else -1
+    if at < 0:
+        raise CannotMask("the chat begins with the assistant, and no generation prompt stands before its turn")
+    return at + len(generation_prompt)
 
 
 def _stop(
