@@ -31,7 +31,6 @@ def world_spec(
     num_train: int = 60,
     num_test: int = 100,
     base_url: str = "http://127.0.0.1:1/v1",
-    data: dict[str, Any] | None = None,
     **method: Any,
 ) -> RunSpec:
     """A specification on files of `world`; 60 training questions of which 40% make the gate, unless told otherwise."""
@@ -53,14 +52,17 @@ def world_spec(
         "updater": {"temperature": 0.0, "max_tokens": 800},
     }
     for key, value in method.items():
-        merged = {**filled[key], **value} if isinstance(filled.get(key), dict) and isinstance(value, dict) else value
-        filled[key] = merged
+        together = isinstance(filled.get(key), dict) and isinstance(value, dict) and "kind" not in value
+        filled[key] = {**filled[key], **value} if together else value
     return spec_from_data(
         {
             "name": "world",
             "model": {"source": "student"},
             "method": filled,
-            "data": data or {"train": [{"source": str(train)}], "eval": {"sources": [{"source": str(test)}]}},
+            "data": {
+                "train": [{"source": str(train)}],
+                "eval": {"sources": [{"source": str(test)}] if num_test else []},
+            },
             "output": {"dir": str(folder / "runs")},
             "seed": world.seed,
         }

@@ -23,11 +23,10 @@ from gym_sdk.events import MetricEvent, RunState, read_events
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, dump_yaml
 from gym_trainer.experience.caller import ReplayMiss
-from gym_trainer.experience.run import Network, train_experience
+from gym_trainer.experience.run import RESULTS, Network, train_experience
 
 HERE = Path(__file__).parent
 WORLD = World.make(3)
-RESULTS = ("report.json", "report.md", "report.html", "experience/library.yaml", "experience/provenance.json")
 PRICE = {"input_usd_per_million": 1.0, "output_usd_per_million": 4.0}
 
 

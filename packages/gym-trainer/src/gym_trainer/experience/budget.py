@@ -91,7 +91,7 @@ class BudgetExhausted(GymError):
     def __init__(self, purpose: Purpose, limit: str) -> None:
         super().__init__(
             f"the {purpose} budget is used up: {limit}",
-            hint=f"raise method.budget.{purpose}.{limit.split()[0]} and resume the run",
+            hint=f"raise method.budget.{purpose}.{limit.split()[0]} in the run's spec.yaml and resume it",
         )
         self.purpose: Purpose = purpose
         self.limit = limit

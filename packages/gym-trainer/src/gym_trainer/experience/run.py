@@ -48,6 +48,15 @@ from gym_trainer.rewards import build_reward
 
 EXPERIENCE_FOLDER = "experience"
 JOURNAL_FILE = "journal.jsonl"
+RESULTS = (
+    "report.json",
+    "report.md",
+    "report.html",
+    f"{EXPERIENCE_FOLDER}/{LIBRARY_FILE}",
+    f"{EXPERIENCE_FOLDER}/{PROVENANCE_FILE}",
+    f"{EXPERIENCE_FOLDER}/{MANIFEST_FILE}",
+)
+"""What a run writes at its end, and a replay writes again with the same bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,222 @@
+"""The study in the simulated world, as functions for the tests and as a command that prints the table of the guide.
+
+    python packages/gym-trainer/tests/experience/study.py --seeds 100:120 [--arms 'gated;gate off'] [--gepa 2000,4000]
+
+Seeds 0 to 5 were used while the optimiser was made; the figures of the guide come from seeds 100 to 119.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import run_in_process
+from simworld import student, teacher
+from simworld.server import Service
+from simworld.tasks import Task, World
+
+from gym_data.experience import Experience, ExperienceLibrary, read_library
+from gym_trainer.rewards.text import last_number
+
+NUM_TRAIN, NUM_GATE, NUM_TEST = 60, 100, 200
+INSTRUCTION = "Answer the question. Show your working."
+HARMFUL = teacher.Faults(harmful=0.8)
+
+ARMS: dict[str, dict[str, Any]] = {
+    "gated": {},
+    "gate off": {"gate": {"enabled": False}},
+    "trial only": {"gate": {"delta": 0.99, "confidence": 0.51}},
+    "held-out test only": {"gate": {"trial_attempts": 0}},
+    "groups of one": {"group_size": 1},
+    "paper": {"preset": "paper"},
+    "harmful teacher, gated": {"teacher_faults": HARMFUL},
+    "harmful teacher, gate off": {"teacher_faults": HARMFUL, "gate": {"enabled": False}},
+    "harmful teacher, trial only": {"teacher_faults": HARMFUL, "gate": {"delta": 0.99, "confidence": 0.51}},
+    "shuffled rewards, gated": {"shuffled": True},
+    "shuffled rewards, gate off": {"shuffled": True, "gate": {"enabled": False}},
+}
+
+
+def train(
+    seed: int,
+    *,
+    teacher_faults: teacher.Faults | None = None,
+    shuffled: bool = False,
+    gate: dict[str, Any] | None = None,
+    num_gate: int = NUM_GATE,
+    **method: Any,
+) -> tuple[dict[str, Any], ExperienceLibrary, World]:
+    """One run in world `seed`; the report, the library and the world."""
+    world = World.make(seed)
+    if shuffled:
+        method["reward"] = {"kind": "python", "function": "study:shuffled_reward"}
+    options: dict[str, Any] = {
+        "epochs": 3,
+        "batch_size": 30,
+        "report": {"worth_questions": 0, "baselines": []},
+        "num_train": NUM_TRAIN + num_gate,
+        "num_test": 0,
+        "gate": {"share": num_gate / (NUM_TRAIN + num_gate), **(gate or {})},
+        **method,
+    }
+    if options["gate"].get("enabled") is False or options.get("preset") == "paper":
+        options["num_train"] = NUM_TRAIN
+        options["gate"].pop("share")
+    with tempfile.TemporaryDirectory() as folder:
+        service = Service(world, faults=teacher_faults or teacher.Faults())
+        report, run = run_in_process(Path(folder), service, **options)
+        return report, read_library(run.path / "experience"), world
+
+
+def shuffled_reward(answer: str, reference: str, question: str) -> float:
+    """A reward that has nothing to do with the answer: right as often as the student is, decided by chance."""
+    return float(random.Random(f"{answer}\0{question}").random() < 0.27)
+
+
+def accuracy(world: World, guidance: str, tasks: Sequence[Task] | None = None, *, seed: int = 1) -> float:
+    """The share of test tasks that are answered right with a system message."""
+    tasks = world.tasks("test", NUM_TEST) if tasks is None else tasks
+    right = 0
+    for task in tasks:
+        messages = [{"role": "system", "content": guidance}] if guidance else []
+        reply = student.reply(world, [*messages, {"role": "user", "content": task.question}], seed)
+        right += last_number(reply) == task.answer
+    return right / len(tasks)
+
+
+def oracle_library(world: World) -> ExperienceLibrary:
+    return ExperienceLibrary(items=tuple(Experience(name=name, text=text) for name, text in world.oracle()))
+
+
+def shuffle_words(library: ExperienceLibrary, seed: int) -> ExperienceLibrary:
+    """The same words in the same number of items, in no order."""
+    words = " ".join(item.text for item in library.items).split()
+    random.Random(seed).shuffle(words)
+    items = []
+    for number, item in enumerate(library.items):
+        count = len(item.text.split())
+        items.append(Experience(name=f"Item {number}", text=" ".join(words[:count])))
+        words = words[count:]
+    return replace(library, items=tuple(items))
+
+
+def gepa(seed: int, max_metric_calls: int) -> tuple[str, int, World]:
+    """GEPA with its own defaults on the same rows, student and teacher; the instruction and the calls it made."""
+    from gepa import optimize
+
+    world = World.make(seed)
+    calls = 0
+
+    def ask_student(messages: Sequence[Any]) -> str:
+        nonlocal calls
+        calls += 1
+        return student.reply(world, [dict(message) for message in messages], calls)
+
+    def ask_teacher(prompt: Any) -> str:
+        nonlocal calls
+        calls += 1
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return teacher.reply(messages, calls)
+
+    class Quiet:
+        def log(self, message: str) -> None: ...
+
+    def rows(split: str, count: int) -> list[dict[str, Any]]:
+        return [
+            {"input": task.question, "answer": f"Answer: {task.answer}", "additional_context": {}}
+            for task in world.tasks(split, count)
+        ]
+
+    # The same rows: the first of the training split, and as validation set those that the gate would get.
+    everything = rows("train", NUM_TRAIN + NUM_GATE)
+    result = optimize(
+        seed_candidate={"instruction": INSTRUCTION},
+        trainset=everything[:NUM_TRAIN],
+        valset=everything[NUM_TRAIN:],
+        task_lm=ask_student,
+        reflection_lm=ask_teacher,
+        max_metric_calls=max_metric_calls,
+        logger=Quiet(),
+        seed=seed,
+    )
+    return result.best_candidate["instruction"], calls, world
+
+
+def one(job: tuple[str, int]) -> dict[str, Any]:
+    """One arm in one world, as a row of figures."""
+    arm, seed = job
+    if arm.startswith("GEPA"):
+        text, calls, world = gepa(seed, int(arm.split()[1]))
+        return {"arm": arm, "seed": seed, "calls": calls, "accuracy": accuracy(world, text)}
+    if arm.startswith("gated,"):
+        options: dict[str, Any] = {"budget": {"training": {"calls": int(arm.split()[1])}}, "epochs": 8}
+    elif arm in ("nothing", "oracle"):
+        world = World.make(seed)
+        text = oracle_library(world).render() if arm == "oracle" else ""
+        return {"arm": arm, "seed": seed, "calls": 0, "accuracy": accuracy(world, text)}
+    else:
+        options = ARMS[arm]
+    report, library, world = train(seed, **options)
+    row = {
+        "arm": arm,
+        "seed": seed,
+        "calls": report["money"]["training"]["calls"],
+        "accuracy": accuracy(world, library.render()),
+        "items": len(library.items),
+    }
+    if arm == "gated":
+        from gym_trainer.experience.evaluation import placebo_of
+
+        row["placebo"] = accuracy(world, placebo_of(library).render())
+        row["shuffled text"] = accuracy(world, shuffle_words(library, seed).render())
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="100:120")
+    parser.add_argument("--arms", default=";".join(["nothing", "oracle", *ARMS]))
+    parser.add_argument("--gepa", default="", help="budgets of metric calls, such as 2000,4000")
+    parser.add_argument("--calls", default="", help="budgets of calls of the gated arm, such as 1000,2000")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    first, last = (int(part) for part in arguments.seeds.split(":"))
+    arms = [name for name in arguments.arms.split(";") if name]
+    arms += [f"gated, {calls} calls" for calls in arguments.calls.split(",") if calls]
+    arms += [f"GEPA {calls}" for calls in arguments.gepa.split(",") if calls]
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        rows = list(pool.map(one, [(arm, seed) for arm in arms for seed in range(first, last)]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print("| arm | accuracy: mean | worst | best | calls | items |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for arm in arms:
+        chosen = [row for row in rows if row["arm"] == arm]
+        print(_line(arm, chosen, "accuracy"))
+        for extra in ("placebo", "shuffled text"):
+            if extra in chosen[0]:
+                print(_line(f"its {extra}", chosen, extra))
+
+
+def _line(name: str, rows: list[dict[str, Any]], key: str) -> str:
+    values = [row[key] for row in rows]
+    calls = statistics.mean(row["calls"] for row in rows)
+    items = statistics.mean(row.get("items", 0) for row in rows)
+    figures = [f"{value:.3f}" for value in (statistics.mean(values), min(values), max(values))]
+    return f"| {name} | {' | '.join(figures)} | {calls:.0f} | {items:.1f} |"
+
+
+if __name__ == "__main__":
+    main()
