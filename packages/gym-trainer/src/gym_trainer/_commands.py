@@ -6,4 +6,5 @@ from gym_sdk.cli import Command
 
 COMMANDS: dict[str, Command] = {
     "plan": Command("Say what a run needs and how fast it will be", "gym_trainer.cli.plan:plan"),
+    "experience": Command("Show, merge, restore and replay experience libraries", "gym_trainer.cli.experience:app"),
 }

@@ -191,16 +191,23 @@ def main() -> None:
     parser.add_argument("--gepa", default="", help="budgets of metric calls, such as 2000,4000")
     parser.add_argument("--calls", default="", help="budgets of calls of the gated arm, such as 1000,2000")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="one line a run; a second call goes on where the first was ended")
     arguments = parser.parse_args()
     first, last = (int(part) for part in arguments.seeds.split(":"))
     arms = [name for name in arguments.arms.split(";") if name]
     arms += [f"gated, {calls} calls" for calls in arguments.calls.split(",") if calls]
     arms += [f"GEPA {calls}" for calls in arguments.gepa.split(",") if calls]
+    rows: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.exists():
+        rows = [json.loads(line) for line in arguments.json.read_text(encoding="utf-8").splitlines()]
+    done = {(row["arm"], row["seed"]) for row in rows}
+    jobs = [(arm, seed) for arm in arms for seed in range(first, last) if (arm, seed) not in done]
     with ProcessPoolExecutor(arguments.workers) as pool:
-        rows = list(pool.map(one, [(arm, seed) for arm in arms for seed in range(first, last)]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        for row in pool.map(one, jobs):
+            rows.append(row)
+            if arguments.json:
+                with arguments.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
     print("| arm | accuracy: mean | worst | best | calls | items |\n| --- | ---: | ---: | ---: | ---: | ---: |")
     for arm in arms:
         chosen = [row for row in rows if row["arm"] == arm]

@@ -208,11 +208,13 @@ class Caller:
         spent.busy_s = round(spent.busy_s, 3)
         return spent.busy_s
 
-    def _enter(self, purpose: Purpose) -> None:
+    def enter(self, purpose: Purpose) -> None:
+        """A call begins: the purpose is busy until as many have left."""
         count, since = self._busy[purpose]
         self._busy[purpose] = (count + 1, self._clock() if count == 0 else since)
 
-    def _leave(self, purpose: Purpose) -> None:
+    def leave(self, purpose: Purpose) -> None:
+        """A call has ended."""
         self.tick(purpose)
         count, since = self._busy[purpose]
         self._busy[purpose] = (count - 1, since)
@@ -250,19 +252,19 @@ class _Attempts(Attempts):
             raise caller.stopped
         caller.tick(self._purpose)
         self._ticket = await caller.budget.reserve(self._purpose, self._reservation)
-        caller._enter(self._purpose)
+        caller.enter(self._purpose)
         entry = {"type": "request", "key": self._key, "purpose": self._purpose, "reserved": asdict(self._reservation)}
         caller.journal.note({**entry, **self._request})
         self._request = {}  # The body stands in the journal once; a retry refers to it by key.
         return caller.budget.remaining_s(self._purpose)
 
     async def refused(self) -> None:
-        self._caller._leave(self._purpose)
+        self._caller.leave(self._purpose)
         await self._caller.budget.settle(self._purpose, self._ticket, None, 0.0, lost=False)
         self._note("refused")
 
     async def lost(self, why: str) -> None:
-        self._caller._leave(self._purpose)
+        self._caller.leave(self._purpose)
         await self._caller.budget.settle(self._purpose, self._ticket, None, 0.0, lost=True)
         self._note("lost", why=why)
 
@@ -272,7 +274,7 @@ class _Attempts(Attempts):
         self._caller.journal.note(entry)
 
     async def settle(self, usage: Usage, cost: float) -> None:
-        self._caller._leave(self._purpose)
+        self._caller.leave(self._purpose)
         await self._caller.budget.settle(self._purpose, self._ticket, usage, cost, lost=False)
 
 

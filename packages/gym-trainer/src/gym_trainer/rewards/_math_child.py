@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -34,8 +35,8 @@ def handle(request: dict[str, str]) -> Any:
 
 
 def main() -> None:
-    import math_verify  # noqa: F401 - loaded before the first request, so that no request waits for it
-
+    # Loaded before the first request, so that no request waits for it.
+    importlib.import_module("math_verify")
     sys.stdin.reconfigure(encoding="utf-8")  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.reconfigure(encoding="utf-8")  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.write("{}\n")
