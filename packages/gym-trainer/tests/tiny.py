@@ -12,17 +12,17 @@ VOCABULARY_SIZE = 61
 
 
 class TinyStore:
-    """A token store in memory."""
+    """A token store in memory, every document a group of its own."""
 
     def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
-        self.lengths = np.array([len(document.ids) for document in documents])
-
-    def __getitem__(self, index: int) -> Document:
-        return self.documents[index]
+        self.lengths = self.group_lengths = np.array([len(document.ids) for document in documents])
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def group(self, index: int) -> tuple[Document, ...]:
+        return (self.documents[index],)
 
 
 def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> PreTrainedModel:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from gym_sdk.cli import Command
 
 COMMANDS: dict[str, Command] = {
+    "train": Command("Fine-tune a model as a specification says, or go on with a run", "gym_trainer.cli.train:train"),
     "plan": Command("Say what a run needs and how fast it will be", "gym_trainer.cli.plan:plan"),
+    "export": Command("Merge a run's adapter into a model that needs nothing of Gym", "gym_trainer.cli.export:export"),
+    "eval": Command("Measure a run's result again", "gym_trainer.cli.evaluate:evaluate"),
+    "doctor": Command("Say what this machine can do and what is missing", "gym_trainer.cli.doctor:doctor"),
     "experience": Command("Show, merge, restore and replay experience libraries", "gym_trainer.cli.experience:app"),
 }

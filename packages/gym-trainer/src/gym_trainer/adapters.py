@@ -100,7 +100,8 @@ def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str,
     """
     linear = linear_layers(model)
     if targets == "all-linear":
-        return linear
+        head = model.get_output_embeddings()
+        return {name: module for name, module in linear.items() if module is not head}
     endings = sorted({name.rpartition(".")[2] for name in linear})
     hint = f"this model's linear layers end in {', '.join(endings)}"
     if isinstance(targets, list):
@@ -118,16 +119,11 @@ def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str,
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All linear layers but the output head, also quantized ones and GPT-2's transposed ones."""
+    """All linear layers, also quantized ones and GPT-2's transposed ones. `all-linear` leaves the output head out."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
 
 
 def _size(layer: nn.Module) -> tuple[int, int]:

@@ -72,20 +72,20 @@ class RowSource(Protocol):
 
 
 class StoreRows:
-    """Every document of a token store as a row of its own."""
+    """Every group of a token store as a row: one document, or what must stay together."""
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
-        self.lengths_N = store.lengths
+        self.lengths_N = np.asarray(store.group_lengths)
 
     def __len__(self) -> int:
         return len(self.lengths_N)
 
     def row(self, index: int) -> Row:
-        return Row(index=index, documents=(self.store[index],))
+        return Row(index=index, documents=self.store.group(index))
 
     def describe(self, index: int) -> str:
-        return f"row {self.store[index].row}"
+        return f"row {self.store.group(index)[0].row}"
 
 
 @dataclass(frozen=True, slots=True)

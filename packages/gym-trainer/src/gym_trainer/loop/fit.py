@@ -6,10 +6,10 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from gym_sdk.cli.console import Progress
 from gym_sdk.errors import UserError
 from gym_sdk.events import EventWriter
 from gym_sdk.spec import RunSpec
+from gym_trainer.fast.apply import FastPath, applied
 from gym_trainer.fast.attention import LeakingAttention, attention_of, check_isolation
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
@@ -30,6 +31,9 @@ from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
 from gym_trainer.loop.step import StepRunner
 from gym_trainer.loop.trainer import GymTrainer
 from gym_trainer.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from gym_trainer.planning import Plan
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 _CHECKPOINTS_PER_RUN = 10
@@ -44,8 +48,25 @@ class FitSettings:
     attention: str
     packed: bool
     micro_batch_tokens: int
+    recompute_layers: int = 0
+    loss_chunk_size: int | None = None
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> FitSettings:
+        """As the plan says."""
+        return cls(
+            device=plan.device,
+            dtype=getattr(torch, plan.dtype),
+            attention=plan.attention,
+            packed=plan.packed,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            recompute_layers=plan.recompute_layers,
+            loss_chunk_size=plan.loss_chunk_size,
+            flops_per_token=plan.speed.flops_per_token,
+            peak_flops_per_s=plan.speed.peak_flops_per_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +130,13 @@ def fit(
         world_size=args.world_size,
     )
     meter = StepMeter(flops_per_token=settings.flops_per_token, peak_flops_per_s=settings.peak_flops_per_s)
-    with (
-        _trackers_under(run_path),
-        _quiet(),
-        attention_of(_causal(model), settings.attention) if (layout == "packed") else nullcontext(),
-    ):
+    fast = FastPath(recompute_layers=settings.recompute_layers, loss_chunk_size=settings.loss_chunk_size)
+    with ExitStack() as stack:
+        stack.enter_context(_trackers_under(run_path))
+        stack.enter_context(_quiet())
+        if layout == "packed":
+            stack.enter_context(attention_of(_causal(model), settings.attention))
+        stack.enter_context(applied(model, fast))
         trainer = GymTrainer(
             model,
             args,
@@ -122,6 +145,7 @@ def fit(
             eval_rows=eval_rows,
             keep_checkpoints=spec.train.keep_checkpoints,
             meter=meter,
+            loss_chunk_size=settings.loss_chunk_size,
             callbacks=[EventCallback(events, run_path, progress), StopCallback(stop)],
         )
         # It prints every log line as a dict to standard output, which is for data.

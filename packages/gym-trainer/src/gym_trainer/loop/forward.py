@@ -27,8 +27,10 @@ class ForwardModel:
     of its last hidden states gives its own logits instead.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, loss_chunk_size: int | None = None) -> None:
+        """`loss_chunk_size`: rows of logits held at once; chosen by the vocabulary when None."""
         self.wrapped = model
+        self.loss_chunk_size = loss_chunk_size
         unwrapped = unwrap(model)
         causal = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
         self._keeps_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
@@ -43,7 +45,9 @@ class ForwardModel:
     def cross_entropy(self, batch: MicroBatch, *, weights_T: Tensor | None = None) -> CrossEntropy:
         """Summed next-token loss over the labelled positions, and how many of them were predicted right."""
         if self.head is not None:
-            return linear_cross_entropy(self.hidden(batch), self.head, batch.labels_T, weights_T=weights_T)
+            return linear_cross_entropy(
+                self.hidden(batch), self.head, batch.labels_T, weights_T=weights_T, chunk_size=self.loss_chunk_size
+            )
         positions_K, labels_K, logits_KV = self._labelled_logits(batch)
         losses_K = nn.functional.cross_entropy(logits_KV, labels_K, reduction="none")
         if weights_T is not None:
@@ -54,7 +58,7 @@ class ForwardModel:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Each label's log-probability: float32 [T], 0 where there is no label."""
         if self.head is not None:
-            return linear_logprobs(self.hidden(batch), self.head, batch.labels_T)
+            return linear_logprobs(self.hidden(batch), self.head, batch.labels_T, chunk_size=self.loss_chunk_size)
         positions_K, labels_K, logits_KV = self._labelled_logits(batch)
         logprobs_K = -nn.functional.cross_entropy(logits_KV, labels_K, reduction="none")
         return torch.zeros(len(batch.labels_T), device=logprobs_K.device).index_put((positions_K,), logprobs_K)

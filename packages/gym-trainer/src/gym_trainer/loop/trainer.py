@@ -48,6 +48,7 @@ class GymTrainer(Trainer):
         eval_batch_size: int = 64,
         keep_checkpoints: int = 2,
         meter: StepMeter | None = None,
+        loss_chunk_size: int | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         """`args.output_dir` is the folder of the checkpoints."""
@@ -55,6 +56,7 @@ class GymTrainer(Trainer):
         self.keep_checkpoints = keep_checkpoints
         self.meter = meter or StepMeter()
         self.eval_batch_size = eval_batch_size
+        self.loss_chunk_size = loss_chunk_size
         self._staging_dir = Path(args.output_dir) / checkpoint.STAGING_NAME
         self._forward_model: ForwardModel | None = None
         super().__init__(
@@ -109,7 +111,7 @@ class GymTrainer(Trainer):
 
     def _forward(self, model: nn.Module) -> ForwardModel:
         if self._forward_model is None or self._forward_model.wrapped is not model:
-            self._forward_model = ForwardModel(model)
+            self._forward_model = ForwardModel(model, loss_chunk_size=self.loss_chunk_size)
         return self._forward_model
 
     def _not_finite(self, what: str, step: StepBatch) -> RunFailed:

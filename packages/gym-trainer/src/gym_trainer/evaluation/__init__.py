@@ -1,0 +1,1 @@
+"""What the run must be better at, measured by real generations before and after."""

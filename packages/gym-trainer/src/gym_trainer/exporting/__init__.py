@@ -1,0 +1,1 @@
+"""Artifacts in Hugging Face layout, each one complete or absent."""

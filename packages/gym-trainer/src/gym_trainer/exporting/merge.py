@@ -1,0 +1,90 @@
+"""The adapter added into the base: a model that needs no peft. Shown to say what the adapter said, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gym_sdk.errors import RunFailed, UserError
+from gym_serve.models import load_adapter, load_model
+from gym_trainer.exporting.folder import Base, complete_or_absent, write_companions
+from gym_trainer.exporting.probe import probe_ids, probe_logits, relative_distance
+
+MergeDtype = Literal["float32", "bfloat16"]
+
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest relative distance between the logits with the adapter and those of the merged weights."""
+_LARGEST_LOSS = 0.5
+"""Rounding may take at most this part of what the adapter changed."""
+_MAX_SHARD_SIZE = "4GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeCheck:
+    """What the probe showed, as relative distances between logits."""
+
+    adapter_to_merged: float
+    base_to_adapter: float
+
+
+def merge_adapter(
+    base: Base, adapter: Path, out: Path, *, dtype: MergeDtype, metadata: dict[str, Any], replace: bool = False
+) -> MergeCheck:
+    """Write base and adapter as one model folder. The sum is made in float32, whatever it is stored in.
+
+    Raises:
+        OutputInUse: `out` has something in it.
+        UserError: the adapter changes nothing, or `dtype` would round away most of what it changes.
+        RunFailed: the merged weights do not say what the adapter said.
+    """
+    with complete_or_absent(out, replace=replace) as staged:
+        ids = probe_ids(base)
+        model = load_model(base.resolved, dtype=torch.float32)
+        base_TV = probe_logits(model, ids)
+        _untie_adapted_head(model, adapter)
+        with_adapter = load_adapter(model, adapter)
+        adapter_TV = probe_logits(with_adapter, ids)
+        effect = relative_distance(base_TV, adapter_TV)
+        if effect == 0:
+            raise UserError(
+                f"the adapter in {adapter} changes nothing: the merged model would be the base model",
+                hint="was it trained for a single step of warm-up?",
+            )
+        merged = with_adapter.merge_and_unload(safe_merge=True)
+        # Gemma 3 and its kind keep buffers that no file holds: only the weights change their precision.
+        for parameter in merged.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        merged.config.dtype = getattr(torch, dtype)
+        error = relative_distance(adapter_TV, probe_logits(merged.float() if dtype == "float32" else merged, ids))
+        _require_same(error, effect, dtype)
+        merged.save_pretrained(str(staged), safe_serialization=True, max_shard_size=_MAX_SHARD_SIZE)
+        write_companions(staged, base, merged, metadata)
+    return MergeCheck(adapter_to_merged=error, base_to_adapter=effect)
+
+
+def _require_same(error: float, effect: float, dtype: MergeDtype) -> None:
+    if not error <= _TOLERANCE[dtype]:
+        raise RunFailed(f"the merged weights do not say what the adapter said: logits are {error:.1e} apart")
+    if error > _LARGEST_LOSS * effect:
+        raise UserError(
+            f"{dtype} would round away what the adapter changes: rounding moves the logits by {error:.1e}, the "
+            f"adapter by {effect:.1e}",
+            hint="merge into float32 (--dtype float32), or serve the adapter beside its base",
+        )
+
+
+def _untie_adapted_head(model: Any, adapter: Path) -> None:
+    """An update of a tied output head would also change the input embeddings: give the head weights of its own."""
+    from gym_serve.models import inspect_adapter
+
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        return
+    names = {name for name, module in model.named_modules() if module is head or module is embeddings}
+    if names & inspect_adapter(adapter).modules:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False

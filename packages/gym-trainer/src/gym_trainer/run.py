@@ -1,0 +1,339 @@
+"""A run, from its specification to its report: the story on one page.
+
+resolve -> prepare -> plan -> evaluate -> fit -> evaluate -> export -> report
+
+Every stage leaves its result in the run's folder, complete or absent, so that a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gym_sdk.errors import MissingExtra, UserError, Where
+from gym_sdk.events import RunState
+from gym_sdk.folders import cache_dir
+from gym_sdk.rundir import RunDir
+from gym_sdk.spec import RunSpec, dump_yaml, load_spec
+from gym_trainer import records
+from gym_trainer._threads import wait_without_spinning
+from gym_trainer.narrator import Narrator, recording
+
+if TYPE_CHECKING:
+    from gym_data import Prepared
+    from gym_trainer.evaluation.run import Task
+    from gym_trainer.exporting.folder import Base
+    from gym_trainer.loop.fit import FitResult
+    from gym_trainer.planning import Plan
+
+
+def start_run(spec: RunSpec, *, quiet: bool = False) -> RunDir:
+    """Carry out what a specification asks for, whatever its method."""
+    if spec.method.kind == "training_free_grpo":
+        return optimise_context(spec, RunDir.create(spec.output.dir, spec.name))
+    return train(spec, quiet=quiet)
+
+
+def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -> RunDir:
+    """Carry a training run out, or go on with one, and return its folder. Its state says how it ended.
+
+    Raises:
+        UserError: something to change in the input; the run, if it has begun, is marked as failed.
+        RunFailed: it began and could not go on.
+    """
+    require_torch("training")
+    check_inputs(spec)
+    run = resume or RunDir.create(spec.output.dir, spec.name)
+    with recording(run, quiet=quiet) as told:
+        run.spec_path.write_text(dump_yaml(spec), encoding="utf-8")
+        told.state(RunState.PREPARING)
+        base = resolve(spec, told)
+        prepared = prepare_data(spec, base, run, told)
+        tasks = load_tasks(spec, base)
+        plan = make_plan(spec, base, prepared, run, told)
+
+        model = load(spec, plan, base, told)
+        if spec.evaluation.before:
+            evaluate("before", tasks, model, base, run, told)
+        told.state(RunState.TRAINING)
+        trained, fitted = fit(spec, plan, model, base, prepared, run, told, resume=resume is not None)
+        if fitted.paused:
+            told.state(RunState.PAUSED, f"stopped after step {fitted.num_steps} of {fitted.max_steps}")
+            told.say(f"go on with: gym train --resume {run.path}")
+            return run
+        evaluate("after", tasks, trained.model, base, run, told)
+        told.state(RunState.EXPORTING)
+        export(spec, trained, base, run, told)
+        report(run, told)
+        told.state(RunState.SUCCEEDED)
+    return run
+
+
+def resume_run(path: str | Path, *, quiet: bool = False) -> RunDir:
+    """Go on with a run that was killed, paused or failed, under the specification that it began with.
+
+    Raises:
+        UserError: there is no such run, it has succeeded already, or its inputs are not what they were.
+    """
+    run = RunDir.open(path)
+    if run.state() is RunState.SUCCEEDED:
+        raise UserError(
+            "this run has succeeded: there is nothing left to do",
+            where=Where(file=str(run.path)),
+            hint=f"talk to it: gym chat {run.path}",
+        )
+    if not run.spec_path.is_file():
+        raise UserError("this run ended before it began", where=Where(file=str(run.path)), hint="start a new one")
+    spec = load_spec(run.spec_path)
+    if spec.method.kind == "training_free_grpo":
+        return optimise_context(spec, run)
+    return train(spec, resume=run, quiet=quiet)
+
+
+def optimise_context(spec: RunSpec, run: RunDir) -> RunDir:
+    """Training-free: an experience library instead of weights, and no torch. It resumes from its own journal."""
+    from gym_trainer.experience.run import train_experience
+
+    train_experience(spec, run)
+    return run
+
+
+def require_torch(what: str) -> None:
+    """Raise MissingExtra, one line with the install command, where torch is not installed."""
+    from importlib.util import find_spec
+
+    if any(find_spec(module) is None for module in ("torch", "transformers", "peft", "accelerate")):
+        raise MissingExtra(what, package="gym-trainer", extra="torch")
+    wait_without_spinning()
+
+
+def check_inputs(spec: RunSpec) -> None:
+    """Find what is cheap to find before anything is made: files that are not there, trackers that are not installed."""
+    sources = [*spec.data.train, *spec.data.eval.sources, *(task.data for task in spec.evaluation.tasks)]
+    for source in sources:
+        path = Path(source.source)
+        if not source.source.startswith("file:") and not path.exists():
+            raise UserError("there is no such file", where=Where(file=str(path)), hint=_nearest(path))
+    if spec.output.report_to:
+        from gym_trainer.loop.fit import check_trackers
+
+        check_trackers(spec.output.report_to)
+
+
+def resolve(spec: RunSpec, told: Narrator) -> Base:
+    """The base model as a folder on this machine; what is downloaded or converted is said, with its size, before."""
+    from gym_serve.models import resolve as resolve_model
+    from gym_trainer.exporting.folder import Base
+
+    with told.stages() as report_progress:
+        resolved = resolve_model(spec.model.source, revision=spec.model.revision, on_progress=report_progress)
+    return Base.of(resolved)
+
+
+def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prepared:
+    """Rows to exactly masked tokens; three of them are shown. A resumed run must find the data it began with."""
+    from gym_data import prepare
+    from gym_trainer.showing import rendered_rows
+
+    with told.stages() as report_progress:
+        prepared = prepare(
+            spec.data,
+            base.resolved.folder,
+            cache_dir=cache_dir(),
+            seed=spec.seed,
+            objective="sft",
+            on_progress=lambda stage, done, total: report_progress(stage, done, total, "rows"),
+        )
+    before = records.read_json(run.data_dir / "report.json")
+    if before is not None and before["fingerprint"] != prepared.report.fingerprint:
+        raise UserError(
+            "the data, the tokenizer or the template is not what this run began with",
+            where=Where(file=str(run.path)),
+            hint="start a new run; to go on from its weights, set adapter.init_from to its adapter",
+        )
+    prepared.report.write(run.data_dir)
+    told.say(rendered_rows(prepared.report.samples))
+    told.say(prepared.report.summary())
+    return prepared
+
+
+def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
+    """The evaluation tasks, with every mistake in their data found before the model loads."""
+    from gym_trainer.evaluation.run import load_tasks as load
+
+    return load(spec, base.renderer)
+
+
+def make_plan(spec: RunSpec, base: Base, prepared: Prepared, run: RunDir, told: Narrator) -> Plan:
+    """What will run, with its memory and time, shown and kept.
+
+    Raises:
+        DoesNotFit: it needs more memory than there is; the message says what would fit.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from gym_trainer.planning import DataShape, detect, render
+    from gym_trainer.planning import plan as choose
+
+    config = AutoConfig.from_pretrained(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
+    hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
+    lengths = prepared.train.group_lengths
+    shape = DataShape(
+        num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
+    )
+    plan = choose(spec, config, hardware, data=shape, compare=False)
+    if plan.num_threads is not None:
+        torch.set_num_threads(plan.num_threads)
+    records.write_text(run.plan_path, plan.to_json())
+    told.say(render(plan))
+    return plan
+
+
+def load(spec: RunSpec, plan: Plan, base: Base, told: Narrator) -> Any:
+    """The base model in memory."""
+    from gym_serve.models import load_model
+
+    told.say(f"loading {base.resolved.source} in {plan.dtype} on {plan.device}")
+    return load_model(
+        base.resolved,
+        dtype=plan.dtype,
+        device=plan.device,
+        quantization=spec.model.quantization,
+        trust_remote_code=spec.model.trust_remote_code,
+    )
+
+
+def evaluate(moment: str, tasks: list[Task], model: Any, base: Base, run: RunDir, told: Narrator) -> None:
+    """Real generations for every task, kept under `evaluation/`. What an earlier process finished is not done again."""
+    from gym_trainer.evaluation.run import run_tasks
+    from gym_trainer.showing import results_line
+
+    path = run.path / "evaluation" / f"{moment}.json"
+    if not tasks or path.exists():
+        return
+    told.state(RunState.EVALUATING, moment)
+    total = sum(len(task.questions) for task in tasks)
+    with told.progress("evaluate", total, "answers", f"evaluating {moment} training") as bar:
+        results = run_tasks(
+            tasks, model, base.tokenizer, base.renderer.stop_ids, on_progress=lambda done, _: bar.update(done)
+        )
+    records.write_json(path, [result.to_json() for result in results])
+    for result in results:
+        told.say(results_line(result))
+
+
+def fit(
+    spec: RunSpec,
+    plan: Plan,
+    model: Any,
+    base: Base,
+    prepared: Prepared,
+    run: RunDir,
+    told: Narrator,
+    *,
+    resume: bool,
+) -> tuple[records.Trained, FitResult]:
+    """Train what the adapter section says, from the newest complete checkpoint of a resumed run."""
+    from gym_trainer.adapters import attach
+    from gym_trainer.exporting.adapter import trained_weights
+    from gym_trainer.exporting.probe import probe_ids, probe_logits
+    from gym_trainer.loop.batch import StoreRows
+    from gym_trainer.loop.fit import FitSettings
+    from gym_trainer.loop.fit import fit as run_fit
+    from gym_trainer.loop.interrupt import StopRequest
+    from gym_trainer.objectives.base import build as build_objective
+
+    base_logits = probe_logits(model, probe_ids(base)) if spec.adapter.kind == "full" else None
+    attached = attach(model, spec.adapter, seed=spec.seed)
+    for note in attached.notes:
+        told.log("warning", note)
+    told.say(f"training {attached.num_trained:,} of {attached.num_weights:,} weights")
+    initial = trained_weights(attached.model) if spec.adapter.kind != "full" else {}
+    stopping = "stopping after this step, with a checkpoint; once more to stop at once"
+    with (
+        StopRequest(lambda: told.say(stopping)) as stop,
+        told.progress("train", None, "steps", "training") as bar,
+    ):
+        fitted = run_fit(
+            attached.model,
+            spec,
+            FitSettings.of(plan),
+            build_objective(spec.method),
+            train_rows=StoreRows(prepared.train),
+            eval_rows=StoreRows(prepared.eval) if prepared.eval is not None else None,
+            run_path=run.path,
+            events=told.events,
+            progress=bar,
+            stop=stop,
+            resume=resume,
+        )
+    records.write_json(run.path / "fit.json", records.of_fit(fitted, attached))
+    records.write_json(run.plan_path, records.with_measured(records.read_json(run.plan_path), fitted))
+    return records.Trained(attached.model, initial, base_logits), fitted
+
+
+def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, told: Narrator) -> None:
+    """The final artifact in Hugging Face layout, with the template of training, and merged when asked."""
+    from gym_trainer.exporting.adapter import save_adapter
+    from gym_trainer.exporting.folder import size_bytes
+    from gym_trainer.exporting.merge import merge_adapter
+    from gym_trainer.exporting.model import save_model
+
+    metadata = records.artifact_metadata(spec, run)
+
+    def keep(kind: str, folder: Path, write: Callable[[], object]) -> None:
+        write()
+        told.events.artifact(kind, folder.relative_to(run.path).as_posix(), size_bytes(folder))
+        told.say(f"wrote {folder}")
+
+    if spec.adapter.kind == "full":
+        keep(
+            "model",
+            run.model_dir,
+            lambda: save_model(
+                trained.model, run.model_dir, base, base_logits_TV=trained.base_logits, metadata=metadata, replace=True
+            ),
+        )
+        return
+    keep(
+        "adapter",
+        run.adapter_dir,
+        lambda: save_adapter(
+            trained.model, run.adapter_dir, base, initial=trained.initial, metadata=metadata, replace=True
+        ),
+    )
+    if spec.output.merge:
+        trained.release()
+        keep(
+            "model",
+            run.model_dir,
+            lambda: merge_adapter(
+                base, run.adapter_dir, run.model_dir, dtype="float32", metadata=metadata, replace=True
+            ),
+        )
+
+
+def report(run: RunDir, told: Narrator) -> None:
+    """What happened, for programs and for people, and the card that lies with the artifact."""
+    from gym_trainer.exporting.card import write_card
+    from gym_trainer.report import write_report
+    from gym_trainer.showing import before_and_after
+
+    for path in write_report(run, state=RunState.SUCCEEDED):
+        told.events.artifact("report", path.relative_to(run.path).as_posix(), path.stat().st_size)
+    facts = records.read_json(run.report_path("json"))
+    for folder in (run.adapter_dir, run.model_dir):
+        if folder.is_dir():
+            write_card(folder, facts)
+    told.say(before_and_after(facts))
+    told.say(f"report: {run.report_path('html')}\ntalk to it: gym chat {run.path}")
+
+
+def _nearest(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent} either"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f"did you mean {path.parent / near[0]}?" if near else None
