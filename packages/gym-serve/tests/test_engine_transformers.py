@@ -252,6 +252,24 @@ def test_close_ends_open_streams_and_gives_the_model_back() -> None:
         engine.submit(request([5]))
 
 
+def test_a_grammar_that_breaks_off_ends_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaking:
+        is_complete = False
+
+        def allowed(self) -> torch.Tensor:
+            return torch.ones(tiny.VOCAB_SIZE, dtype=torch.bool)
+
+        def consume(self, token_id: int) -> None:
+            raise RequestRefused("too complex")
+
+    with TransformersEngine(tiny.tiny_model()) as engine:
+        monkeypatch.setattr(engine, "_matcher", lambda request: Breaking() if request.grammar else None)
+        free, held = engine.submit(request([5, 6])), engine.submit(request([5, 7], grammar="start: x"))
+        with pytest.raises(RequestRefused, match="too complex"):
+            held.completion()
+        assert len(free.completion().token_ids) == NUM_TOKENS
+
+
 def test_a_failing_step_is_an_error_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with TransformersEngine(tiny.tiny_model()) as engine:
         monkeypatch.setattr(engine, "_forward", lambda plan: 1 / 0)
@@ -260,6 +278,7 @@ def test_a_failing_step_is_an_error_to_its_requests(monkeypatch: pytest.MonkeyPa
             stream.completion()
         with pytest.raises(EngineError):
             engine.submit(request([5, 6]))
+        assert engine.has_failed
 
 
 def test_running_out_of_memory_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

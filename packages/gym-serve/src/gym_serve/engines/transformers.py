@@ -153,6 +153,11 @@ class TransformersEngine:
             self._changed.notify_all()
         return stream
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step failed for good: every request has ended with an error, and none is taken."""
+        return self._failed is not None
+
     def abort(self, request_id: str) -> None:
         """End a request within a step. See `Engine.abort`."""
         with self._changed:
@@ -164,9 +169,10 @@ class TransformersEngine:
         adapter = self._bank.read(folder)
 
         def add() -> None:
-            self._unloading.discard(adapter.content_id)
-            if adapter.content_id not in self._bank.content_ids:
-                self._bank.add(adapter)
+            with self._changed:
+                self._unloading.discard(adapter.content_id)
+                if adapter.content_id not in self._bank.content_ids:
+                    self._bank.add(adapter)
 
         self._call(add)
         return adapter.content_id
@@ -175,10 +181,11 @@ class TransformersEngine:
         """Forget an adapter when its last request ends. See `Engine.unload_adapter`."""
 
         def remove() -> None:
-            if self._pinned.get(adapter):
-                self._unloading.add(adapter)
-            else:
-                self._bank.remove(adapter)
+            with self._changed:  # no request may pin it between the question and the answer
+                if self._pinned.get(adapter):
+                    self._unloading.add(adapter)
+                else:
+                    self._bank.remove(adapter)
 
         self._call(remove)
 
@@ -328,7 +335,11 @@ class TransformersEngine:
         request = running.request
         reason = None
         if running.matcher is not None and token.id not in request.stop_ids:
-            running.matcher.consume(token.id)
+            try:
+                running.matcher.consume(token.id)
+            except RequestRefused as error:  # a limit of the grammar library: this answer's end, and no one else's
+                self._finish(running, error)
+                return
         if token.id in request.stop_ids or (running.matcher is not None and running.matcher.is_complete):
             reason = "stop"
         elif running.num_generated >= running.max_tokens:

@@ -87,6 +87,8 @@ class Outbox:
                     self._connection.send(Events(_merge(events), asdict(self._engine.stats())))
             except OSError:
                 return
+            if getattr(self._engine, "has_failed", False):
+                os._exit(1)  # its requests know; the other side starts a new process
 
 
 def _merge(events: Sequence[tuple[str, Sequence[Token | Finish | GymError]]]) -> list[Event]:
