@@ -245,3 +245,30 @@ def test_gsm8k_like_and_seed_task_like_rows_prepare_whole(smollm2_folder: Path, 
     made = prepare(DataSpec(train=[questions]), smollm2_folder, cache_dir=tmp_path, seed=0)
     assert (made.report.rows_in, made.report.rows_train) == (5, 5)
     assert made.report.sources[0]["format"] == "prompt_completion"
+
+
+def test_several_processes_prepare_the_same_as_one(
+    smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gym_data.sources import jsonl
+
+    monkeypatch.setattr(jsonl.jsonl_chunks, "__defaults__", (4096,))
+    rows = [chat(f"question {i}", "answer " * (i % 9), weight=i % 3 and 1) for i in range(400)]
+    source = write(tmp_path / "r.jsonl", rows)
+    made = [
+        prepare(
+            DataSpec(train=[source], eval=EvalSplit(split=0.1), num_workers=count),
+            smollm2_folder,
+            cache_dir=tmp_path / str(count),
+            seed=3,
+        )
+        for count in (0, 2)
+    ]
+    one, two = made
+    assert one.report.to_json() == two.report.to_json()
+    for name in ("tokens", "loss_mask", "offsets", "rows", "roles", "groups"):
+        assert np.array_equal(getattr(one.train, name), getattr(two.train, name))
+    rows[350] = {"messages": [{"role": "moderator", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    data = DataSpec(train=[write(tmp_path / "r.jsonl", rows)], num_workers=2)
+    with pytest.raises(DataError, match=r"r.jsonl:351: messages\[0\].role: unknown role 'moderator'"):
+        prepare(data, smollm2_folder, cache_dir=tmp_path / "2", seed=3)

@@ -130,7 +130,7 @@ WHOLE_FILES = [
             "trust_remote_code",
             "run.yaml:1: data: required: a mapping with the keys train, eval, max_length, overflow, "
             "train_on, thinking, system, chat_template, "
-            "template_options, packing",
+            "template_options, packing, num_workers",
         ],
     ),
     (

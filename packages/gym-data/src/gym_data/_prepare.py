@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from gym_data.encoding.tokenizer import Tokenizer
 from gym_data.preparing.assemble import SourceStore, held_out, is_in, write_training
 from gym_data.preparing.batch import EncodedBatch, encode_chunk
 from gym_data.preparing.documents import Objective, RowEncoder, template_of
+from gym_data.preparing.workers import Setup, Workers
 from gym_data.report import DataReport, Dropped, LengthStats, Sample, sample_of
+from gym_data.sources.chunk import Chunk
 from gym_data.sources.inputs import open_input
 from gym_data.sources.records import RecordReader
 from gym_data.store.cache import cache_key, cached_folder
@@ -30,6 +33,9 @@ Progress = Callable[[str, int, int | None], None]
 """`(stage, done, in all if known)`: files for the stage `fingerprint`, rows for `prepare`."""
 
 NUM_SAMPLES = 3
+LARGE_BYTES = 32 << 20
+"""From this size on, starting processes pays: they take about two seconds."""
+MAX_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ def prepare(
     for index, source in enumerate(sources):
         progress("fingerprint", index, len(sources))
         digests.append(open_input(source).digest())
-    options = data.model_dump(mode="json", exclude={"packing"})
+    options = data.model_dump(mode="json", exclude={"num_workers", "packing"})
     key = cache_key(CODE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed)
     build = _Build(data, tokenizer, objective, seed, key, digests, progress)
     built, was_there = cached_folder(Path(cache_dir) / "prepared", key, build.run)
@@ -131,8 +137,7 @@ class _Build:
         expected: str | None = None
         chunks = opened.chunks()
         rows = 0
-        for chunk in chunks:
-            batch = encode_chunk(chunk, source, expected, self.encoder, salt)
+        for batch in self._encoded(opened, chunks, source, salt):
             for name, seen in batch.formats.items():
                 reader.merge(name, seen)
             if reader.is_mixed:
@@ -155,6 +160,23 @@ class _Build:
                 "weight": source.weight,
             }
         )
+
+    def _encoded(self, opened: Any, chunks: Iterator[Chunk], source: DataSource, salt: bytes) -> Iterator[EncodedBatch]:
+        """The first chunk here, which tells the format; the rest in other processes where that pays."""
+        first = next(chunks, None)
+        if first is None:
+            return
+        batch = encode_chunk(first, source, None, self.encoder, salt)
+        yield batch
+        expected = next(iter(batch.formats), None)
+        count = num_workers(self.data, opened.size_bytes)
+        if count < 2 or self.tokenizer.folder is None:
+            for chunk in chunks:
+                yield encode_chunk(chunk, source, expected, self.encoder, salt)
+            return
+        setup = Setup(self.tokenizer.folder, self.data, self.encoder.objective, salt)
+        with Workers(setup, count) as workers:
+            yield from workers.encode(chunks, source, expected)
 
     def _count(self, batch: EncodedBatch, is_eval: bool) -> None:
         report = self.report
@@ -219,6 +241,14 @@ class _Build:
     def _sample(self, train: TokenStore, index: int) -> Sample:
         document = train[index]
         return sample_of(document.ids, document.loss_mask, self.tokenizer, f"row {document.row}")
+
+
+def num_workers(data: DataSpec, size_bytes: int | None) -> int:
+    """How many processes encode a source of this size."""
+    if data.num_workers is not None:
+        return data.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS) if size_bytes and size_bytes >= LARGE_BYTES else 0
 
 
 def _num_rows(store: TokenStore, chosen: Any) -> int:

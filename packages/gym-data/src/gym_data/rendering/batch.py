@@ -56,7 +56,7 @@ class BatchEncoder:
         quick: list[tuple[int, Learned]] = []
         texts: list[str] = []
         for index, chat in enumerate(chats):
-            found = self._text(chat)
+            found = self.text_of(chat)
             if isinstance(found, EncodedChat):
                 results[index] = found
             else:
@@ -66,7 +66,7 @@ class BatchEncoder:
             self._mask(chats, quick, self._renderer.tokenizer.encode_texts(texts), results)
         return [result if result is not None else self._full(chats[i]) for i, result in enumerate(results)]
 
-    def _text(self, chat: Chat) -> tuple[Learned, str] | EncodedChat:
+    def text_of(self, chat: Chat) -> tuple[Learned, str] | EncodedChat:
         """The program that fits and its text; the result of the full way where none does."""
         record = chat.record
         messages = record.messages

@@ -87,3 +87,6 @@ class DataSpec(SpecModel):
 
     packing: bool = True
     """Put several rows side by side without padding; a row never sees its neighbours."""
+
+    num_workers: Annotated[int, Field(ge=0)] | None = None
+    """Processes that prepare rows. One a core for files of 32 MB and more when not given, none for smaller ones."""
