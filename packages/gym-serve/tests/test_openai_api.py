@@ -202,6 +202,15 @@ def test_completions(client: openai.OpenAI) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "three"
 
 
+def test_a_failure_of_a_completion_is_that_failure(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt=["user\nsay:one", "x" * 5000])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.InternalServerError) as crashed:
+        client.completions.create(model="tiny", prompt="user\ncrash")
+    assert (crashed.value.status_code, crashed.value.code) == (503, "engine_down")
+
+
 def test_several_answers_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny",

@@ -71,8 +71,11 @@ async def _whole(generation: Generation, request: Request, body: CompletionBody)
                 choice.finish_reason = delta.finish_reason or choice.finish_reason
         return answer, choices
 
-    async with asyncio.TaskGroup() as group:  # one that fails ends the others
-        tasks = [group.create_task(continue_one(prompt)) for prompt in body.prompts()]
+    try:
+        async with asyncio.TaskGroup() as group:  # one that fails ends the others
+            tasks = [group.create_task(continue_one(prompt)) for prompt in body.prompts()]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     answers = [task.result() for task in tasks]
     choices = [choice for _, each in answers for choice in each]
     usages = [answer.usage for answer, _ in answers]
