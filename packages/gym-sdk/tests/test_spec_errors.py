@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gym_sdk.errors import SpecError
-from gym_sdk.spec import load_spec
+from gym_sdk.spec import RunSpec, load_spec, spec_from_data
+from gym_sdk.spec._fields import all_fields
 
 GOOD = """\
 model: {source: Qwen/Qwen3-8B}
@@ -291,3 +294,20 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
             load_spec(tmp_path / name)
         line = ":2" if name == "latin.yaml" else ""
         assert str(caught.value) == f"{tmp_path / name}{line}: {expected}"
+
+
+PATHS = sorted({field.path.replace("[]", "[0]") for field in all_fields(RunSpec)})
+VALUES = ["null", "-1", "x", "[]", "{}", "[[]]", "{kind: [1]}", "{kind: {}}", "[{}]", ".nan", "1e400", "!x", "*a", "☃"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(PATHS), st.sampled_from(VALUES)), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_given_the_answer_is_a_specification_or_a_message(changes: list[tuple[str, str]]) -> None:
+    good = {"model": {"source": "m"}, "data": {"train": [{"source": "x"}]}}
+    messages = ["valid"]
+    try:
+        spec_from_data(good, overrides=[f"{path}={value}" for path, value in changes])
+    except SpecError as error:
+        messages = [problem.message for problem in error.problems]
+    assert messages
+    assert all(messages)

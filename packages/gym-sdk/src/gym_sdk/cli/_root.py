@@ -18,7 +18,7 @@ GROUPS = {"gym-trainer": "Training", "gym-data": "Data", "gym-serve": "Serving",
 """Gym's own packages in the order of `gym --help`; those of others follow under their own names."""
 
 HOMES = {
-    "gym-trainer": ("train", "plan", "eval", "export", "bench", "matrix", "doctor"),
+    "gym-trainer": ("train", "plan", "eval", "export", "bench", "matrix", "doctor", "experience"),
     "gym-data": ("data",),
     "gym-serve": ("serve",),
 }
