@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def start_run(spec: RunSpec, *, quiet: bool = False) -> RunDir:
     """Carry out what a specification asks for, whatever its method."""
     if spec.method.kind == "training_free_grpo":
-        return optimise_context(spec, RunDir.create(spec.output.dir, spec.name))
+        return optimise_context(spec, RunDir.create(spec.output.dir, spec.name), quiet=quiet)
     return train(spec, quiet=quiet)
 
 
@@ -88,15 +88,15 @@ def resume_run(path: str | Path, *, quiet: bool = False) -> RunDir:
         raise UserError("this run ended before it began", where=Where(file=str(run.path)), hint="start a new one")
     spec = load_spec(run.spec_path)
     if spec.method.kind == "training_free_grpo":
-        return optimise_context(spec, run)
+        return optimise_context(spec, run, quiet=quiet)
     return train(spec, resume=run, quiet=quiet)
 
 
-def optimise_context(spec: RunSpec, run: RunDir) -> RunDir:
+def optimise_context(spec: RunSpec, run: RunDir, *, quiet: bool) -> RunDir:
     """Training-free: an experience library instead of weights, and no torch. It resumes from its own journal."""
     from gym_trainer.experience.run import train_experience
 
-    train_experience(spec, run)
+    train_experience(spec, run, quiet=quiet)
     return run
 
 

@@ -179,3 +179,17 @@ def test_a_question_set_that_is_its_own_mistake_names_the_row(tmp_path: Path) ->
     with pytest.raises(GymError, match=r"rows\.jsonl:1: the reference 'none' holds no number") as caught:
         train_experience(spec, run, network=Network(transport=httpx.MockTransport(no_calls)))
     assert caught.value.exit_code == 2
+
+
+def test_gym_train_ends_with_exit_code_2_where_no_endpoint_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gym_sdk.cli._root import run as gym
+    from gym_sdk.spec import dump_yaml
+
+    spec = world_spec(tmp_path, WORLD, num_train=80, num_test=10)
+    (tmp_path / "run.yaml").write_text(dump_yaml(spec), encoding="utf-8")
+    assert gym(["train", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "the student endpoint http://127.0.0.1:1/v1 cannot be reached" in said
+    assert "Traceback" not in said

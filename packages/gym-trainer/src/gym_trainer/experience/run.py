@@ -28,7 +28,7 @@ from gym_data.experience import (
     write_library,
 )
 from gym_sdk.errors import SpecError, Where
-from gym_sdk.events import EventWriter, RunState
+from gym_sdk.events import RunState
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, TrainingFreeGrpo, dump_yaml, sha256
 from gym_trainer.experience.budget import Budget
@@ -44,6 +44,7 @@ from gym_trainer.experience.loop import Optimiser, StepRecord
 from gym_trainer.experience.questions import Splits, load_splits
 from gym_trainer.experience.report import Findings, build_report, markdown, write_json
 from gym_trainer.experience.rollouts import Scorer, Student
+from gym_trainer.narrator import Narrator, recording
 from gym_trainer.rewards import build_reward
 
 EXPERIENCE_FOLDER = "experience"
@@ -68,30 +69,22 @@ class Network:
 
 
 def train_experience(
-    spec: RunSpec,
-    run: RunDir,
-    *,
-    replay: bool = False,
-    network: Network = Network(),
+    spec: RunSpec, run: RunDir, *, replay: bool = False, quiet: bool = True, network: Network = Network()
 ) -> dict[str, Any]:
     """Run or resume training-free GRPO in a run directory; returns the report's figures.
 
     A run directory with a journal is resumed: whatever was answered is not asked again. With `replay` nothing is asked
-    at all, and nothing but the results is written. Raises UserError (before any call is paid for) and RunFailed.
+    at all, and nothing but the results is written. Without `quiet` the run tells its story on standard error. Raises
+    UserError (before any call is paid for) and RunFailed.
     """
     if not isinstance(spec.method, TrainingFreeGrpo):
         raise SpecError(f"is {spec.method.kind}", where=Where(path="method.kind"), hint="training_free_grpo")
     if replay:
         return asyncio.run(_run(spec, spec.method, run, None, replay=True, network=network))
-    with EventWriter(run.events_path) as events:
-        events.state(RunState.PREPARING)
-        try:
-            report = asyncio.run(_run(spec, spec.method, run, events, replay=False, network=network))
-        except BaseException as error:
-            cancelled = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-            events.state(RunState.CANCELLED if cancelled else RunState.FAILED, str(error))
-            raise
-        events.state(RunState.SUCCEEDED)
+    with recording(run, quiet=quiet) as told:
+        told.state(RunState.PREPARING)
+        report = asyncio.run(_run(spec, spec.method, run, told, replay=False, network=network))
+        told.state(RunState.SUCCEEDED)
     return report
 
 
@@ -99,7 +92,7 @@ async def _run(
     spec: RunSpec,
     method: TrainingFreeGrpo,
     run: RunDir,
-    events: EventWriter | None,
+    told: Narrator | None,
     *,
     replay: bool,
     network: Network,
@@ -118,20 +111,20 @@ async def _run(
         budget = Budget(method.budget)
         caller = Caller(journal=journal, budget=budget, endpoints=endpoints, seed=spec.seed, replay=replay)
         try:
-            if events is not None:
+            if told is not None:
                 _write_inputs(spec, run, splits, method)
             student = Student(
                 caller=caller, scorer=Scorer(reward, caller, replay=replay), ground_truth=method.ground_truth
             )
             findings = await _improve_and_measure(
-                spec, method, run, events, splits=splits, initial=initial, student=student, caller=caller
+                spec, method, run, told, splits=splits, initial=initial, student=student, caller=caller
             )
         finally:
             await caller.close()
     finally:
         reward.close()
     report = build_report(findings)
-    _write_results(spec, run, findings, report, events)
+    _write_results(spec, run, findings, report, told)
     return report
 
 
@@ -139,7 +132,7 @@ async def _improve_and_measure(
     spec: RunSpec,
     method: TrainingFreeGrpo,
     run: RunDir,
-    events: EventWriter | None,
+    told: Narrator | None,
     *,
     splits: Splits,
     initial: ExperienceLibrary,
@@ -149,7 +142,7 @@ async def _improve_and_measure(
     """Accuracy before, the loop, accuracy after beside the baselines, and what each item is worth."""
     tally = Tally()
     teacher = Teacher(caller=caller, method=method, tally=tally)
-    narrator = _Narrator(events, caller)
+    narrator = _Story(told, caller)
     evaluator = Evaluator(
         method=method,
         student=student,
@@ -255,7 +248,7 @@ def _write_versions(run: RunDir, versions: Iterable[ExperienceLibrary]) -> None:
 
 
 def _write_results(
-    spec: RunSpec, run: RunDir, findings: Findings, report: dict[str, Any], events: EventWriter | None
+    spec: RunSpec, run: RunDir, findings: Findings, report: dict[str, Any], told: Narrator | None
 ) -> None:
     library = findings.optimiser.library
     folder = run.path / EXPERIENCE_FOLDER
@@ -281,10 +274,10 @@ def _write_results(
     _write(run.report_path("json"), write_json(report))
     _write(run.report_path("md"), markdown(report))
     _write(run.report_path("html"), render_html(report))
-    if events is not None:
+    if told is not None:
         size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        events.artifact("experiences", EXPERIENCE_FOLDER, size_bytes)
-        events.artifact("report", "report.html", run.report_path("html").stat().st_size)
+        told.events.artifact("experiences", EXPERIENCE_FOLDER, size_bytes)
+        told.events.artifact("report", "report.html", run.report_path("html").stat().st_size)
 
 
 def _write(path: Path, text: str) -> None:
@@ -294,28 +287,28 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-class _Narrator:
-    """Turns what happens into events; silent in a replay."""
+class _Story:
+    """Turns what happens into events and lines for people; silent in a replay."""
 
     INTERVAL_S = 1.0
 
-    def __init__(self, events: EventWriter | None, caller: Caller) -> None:
-        self._events, self._caller = events, caller
+    def __init__(self, told: Narrator | None, caller: Caller) -> None:
+        self._told, self._caller = told, caller
         self._last_s = -self.INTERVAL_S
 
     def state(self, state: RunState) -> None:
-        if self._events is not None:
-            self._events.state(state)
+        if self._told is not None:
+            self._told.state(state)
 
     def progress(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._events is None or (done < total and now - self._last_s < self.INTERVAL_S):
+        if self._told is None or (done < total and now - self._last_s < self.INTERVAL_S):
             return
         self._last_s = now
-        self._events.progress(stage, done, total, "steps" if stage == "train" else "questions")
+        self._told.events.progress(stage, done, total, "steps" if stage == "train" else "questions")
 
     def step(self, record: StepRecord) -> None:
-        if self._events is None:
+        if self._told is None:
             return
         values: dict[str, float] = {
             "groups_kept": record.num_groups_kept,
@@ -328,12 +321,21 @@ class _Narrator:
             values["mean_reward"] = record.mean_reward
         if record.gate is not None:
             values |= {f"gate_{name}": record.gate[name] for name in ("mean_difference", "lower_bound", "alpha")}
-        self._events.metric(record.step, values | self._spent())
+        self._told.events.metric(record.step, values | self._spent())
+        spent = self._caller.budget.spent["training"]
+        reward = "" if record.mean_reward is None else f"mean reward {record.mean_reward:.3f}, "
+        verdict = "accepted" if record.accepted else "not accepted"
+        tested = "" if record.gate is None else f", gate {record.gate['mean_difference']:+.3f}, {verdict}"
+        self._told.say(
+            f"step {record.step}: {reward}{record.num_groups_kept} of {record.num_questions} groups with a contrast, "
+            f"{len(record.applied)} operations{tested}; library {record.num_items} items; "
+            f"{spent.calls} calls, ${spent.cost_usd:.4f}"
+        )
 
     def accuracy(self, arm: Arm) -> None:
-        if self._events is not None and arm.known:
+        if self._told is not None and arm.known:
             accuracy = sum(arm.known) / len(arm.known)
-            self._events.log("info", f"accuracy with {arm.name}: {accuracy:.3f} on {len(arm.known)} questions")
+            self._told.log("info", f"accuracy with {arm.name}: {accuracy:.3f} on {len(arm.known)} questions")
 
     def _spent(self) -> dict[str, float]:
         return {
