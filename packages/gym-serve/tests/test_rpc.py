@@ -383,7 +383,13 @@ def test_the_same_over_http_by_connect(daemon: DaemonProcess, rpc: RpcClient) ->
 
 def connect_stream(http: httpx.Client, path: str, request: bytes) -> list[tuple[int, bytes]]:
     envelope = struct.pack(">BI", 0, len(request)) + request
-    content = http.post(path, content=envelope, headers={"content-type": "application/connect+proto"}).content
+    return connect_envelopes(
+        http.post(path, content=envelope, headers={"content-type": "application/connect+proto"}).content
+    )
+
+
+def connect_envelopes(content: bytes) -> list[tuple[int, bytes]]:
+    """A stream's messages, each with its flags."""
     found: list[tuple[int, bytes]] = []
     while content:
         flags, length = struct.unpack(">BI", content[:5])
