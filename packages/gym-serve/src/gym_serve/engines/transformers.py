@@ -426,7 +426,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     if other := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise ModelError(
             f"{type(model).__name__} has {other[0]} layers, which the embedded engine does not run",
-            hint="serve it with the vllm engine",
+            hint="serve it with vLLM, or run it with transformers' own generate",
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{type(model).__name__} does not attend through transformers' attention interface")
