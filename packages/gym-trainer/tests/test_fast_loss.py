@@ -162,6 +162,6 @@ print("equal")
 
 
 def test_the_triton_kernel_interpreted_on_the_processor_equals_torch():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.7", reason="older interpreters fail with numpy 2.4 and newer")
     done = subprocess.run([sys.executable, "-c", _INTERPRETED], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "equal", done.stderr

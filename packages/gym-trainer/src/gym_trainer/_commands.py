@@ -6,6 +6,7 @@ from gym_sdk.cli import Command
 
 COMMANDS: dict[str, Command] = {
     "train": Command("Fine-tune a model as a specification says, or go on with a run", "gym_trainer.cli.train:train"),
+    "bench": Command("Measure training on this machine", "gym_trainer.cli.bench:app"),
     "plan": Command("Say what a run needs and how fast it will be", "gym_trainer.cli.plan:plan"),
     "export": Command("Merge a run's adapter into a model that needs nothing of Gym", "gym_trainer.cli.export:export"),
     "eval": Command("Measure a run's result again", "gym_trainer.cli.evaluate:evaluate"),

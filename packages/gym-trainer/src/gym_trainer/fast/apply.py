@@ -16,6 +16,10 @@ from gym_trainer.fast.recompute import recomputed
 class FastPath:
     """Which transforms are on. None of them changes what the model computes."""
 
+    lean_lora: bool = True
+    """LoRA's small products in the model's precision, where the layers allow it."""
+    compile: bool = False
+    """Each decoder layer compiled."""
     recompute_layers: int = 0
     """How many of the first decoder layers are computed again in the backward pass."""
     loss_chunk_size: int | None = None
@@ -29,6 +33,14 @@ class FastPath:
 def applied(model: nn.Module, fast: FastPath) -> Iterator[None]:
     """The model with the transforms on, and as it was afterwards."""
     with ExitStack() as stack:
-        if fast.recompute_layers:
+        if fast.lean_lora:
+            from gym_trainer.fast.lora import lean_lora
+
+            stack.enter_context(lean_lora(model))
+        if fast.compile:
+            from gym_trainer.fast.compile import compiled_layers
+
+            stack.enter_context(compiled_layers(model, fast.recompute_layers))
+        elif fast.recompute_layers:
             stack.enter_context(recomputed(model, fast.recompute_layers))
         yield

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
@@ -117,6 +118,7 @@ def varlen(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    equal_length: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document by torch's variable-length kernel (CUDA, half precision).
@@ -133,6 +135,8 @@ def varlen(
             raise LeakingAttention(
                 f"{VARLEN} attention has no {name}", hint="set performance.attention=sdpa, which has it"
             )
+    if equal_length is not None and sliding_window is None and _has_cudnn_attention(query_BHTE):
+        return _dense(query_BHTE, key_BKTE, value_BKTE, equal_length, scaling), None
     kernel, takes_enable_gqa = _varlen_kernel()
     # torch 2.11 groups queries by itself; later versions want it said
     grouped = {"enable_gqa": query_BHTE.shape[1] != key_BKTE.shape[1]} if takes_enable_gqa else {}
@@ -272,6 +276,33 @@ def check_isolation(model: PreTrainedModel, tolerance: float | None = None) -> N
             f"packed documents see each other in {type(model).__name__}: logits moved by {error:.2e}",
             hint="train with data.packing=false: one document at a time",
         )
+
+
+def _has_cudnn_attention(query_BHTE: torch.Tensor) -> bool:
+    """Where cuDNN's dense kernel takes 0.6 of the flash kernel's time (measured on an H200, 4 x 2048)."""
+    return query_BHTE.is_cuda and query_BHTE.shape[-1] <= 128 and torch.backends.cudnn.is_available()
+
+
+def _dense(
+    query_BHTE: torch.Tensor, key_BKTE: torch.Tensor, value_BKTE: torch.Tensor, length: int, scaling: float | None
+) -> torch.Tensor:
+    """Documents of one length as the rows of a batch. [1, T, H, E]."""
+
+    def rows(x_BHTE: torch.Tensor) -> torch.Tensor:
+        _, num_heads, num_tokens, head_dim = x_BHTE.shape
+        return x_BHTE[0].transpose(0, 1).reshape(num_tokens // length, length, num_heads, head_dim).transpose(1, 2)
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel(backends, set_priority=True):
+        out = scaled_dot_product_attention(
+            rows(query_BHTE),
+            rows(key_BKTE),
+            rows(value_BKTE),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query_BHTE.shape[1] != key_BKTE.shape[1],
+        )
+    return out.transpose(1, 2).reshape(1, -1, *query_BHTE.shape[1::2])
 
 
 @functools.cache

@@ -29,6 +29,9 @@ class PackedLayout:
     max_length: int
     """The longest document, rounded up to a power of two: kernels size their grid by it, and few distinct values mean
     few recompilations."""
+    equal_length: int | None = None
+    """The documents' length where they all have the same, a multiple of 128: they are then a batch like any other, and
+    a dense kernel may serve them."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
@@ -48,11 +51,13 @@ class PackedLayout:
             position_ids=position_ids[None].to(device),
             cu_seq_lens=cu_seq_lens.to(torch.int32).to(device),
             max_length=1 << (max(lengths) - 1).bit_length(),
+            equal_length=lengths[0] if len(set(lengths)) == 1 and lengths[0] % 128 == 0 else None,
         )
 
     def model_kwargs(self) -> dict[str, torch.Tensor | int]:
         """The keyword arguments for the model's forward, beside `input_ids` [1, T]."""
-        return {
+        equal = {} if self.equal_length is None else {"equal_length": self.equal_length}
+        return equal | {
             "position_ids": self.position_ids,
             "cu_seq_lens_q": self.cu_seq_lens,
             "cu_seq_lens_k": self.cu_seq_lens,

@@ -48,6 +48,7 @@ class FitSettings:
     attention: str
     packed: bool
     micro_batch_tokens: int
+    compile: bool = False
     recompute_layers: int = 0
     loss_chunk_size: int | None = None
     flops_per_token: float | None = None
@@ -62,6 +63,7 @@ class FitSettings:
             attention=plan.attention,
             packed=plan.packed,
             micro_batch_tokens=plan.micro_batch_tokens,
+            compile=plan.compile,
             recompute_layers=plan.recompute_layers,
             loss_chunk_size=plan.loss_chunk_size,
             flops_per_token=plan.speed.flops_per_token,
@@ -130,7 +132,11 @@ def fit(
         world_size=args.world_size,
     )
     meter = StepMeter(flops_per_token=settings.flops_per_token, peak_flops_per_s=settings.peak_flops_per_s)
-    fast = FastPath(recompute_layers=settings.recompute_layers, loss_chunk_size=settings.loss_chunk_size)
+    fast = FastPath(
+        compile=settings.compile,
+        recompute_layers=settings.recompute_layers,
+        loss_chunk_size=settings.loss_chunk_size,
+    )
     with ExitStack() as stack:
         stack.enter_context(_trackers_under(run_path))
         stack.enter_context(_quiet())

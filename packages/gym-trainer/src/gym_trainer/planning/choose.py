@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, Spee
 from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
 from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
 from gym_trainer.planning.memory import MemoryPlan, overhead
-from gym_trainer.planning.parts import parts_of
+from gym_trainer.planning.parts import parts_of, why_not_compiled
 from gym_trainer.planning.speed import Work
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _MOST_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 """Larger micro-batches are no faster: the matrix products are large enough, and a processor's caches are small."""
+_TOKENS_TO_REPAY_COMPILATION = 1_000_000
+"""Compilation takes 15 to 25 s; at 15,000 tokens/s instead of 11,000 that is repaid after a million tokens (8B, H200).
+Smaller models run faster and save as large a share, so they repay it in about as many seconds."""
 _WORTH_MEMORY = 1.02
 """A setting must be this much faster to be chosen over one that takes less memory."""
 
@@ -73,7 +77,10 @@ def plan(
         spec=spec,
         hardware=hardware,
         simulations=Simulations.of(spec, config, getattr(torch, dtype), FastPath(), document_tokens),
+        compiled=why_not_compiled(spec, hardware, config, dtype, packed=choice is not None) is None,
     )
+    if estimator.compiled and _too_short(spec, hardware, data):
+        estimator = dataclasses.replace(estimator, compiled=False)
     candidates = list(_candidates(estimator, longest, data))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting:
@@ -96,13 +103,31 @@ def plan(
         num_layers=estimator.num_layers,
         recompute_layers=best.recompute_layers,
         loss_chunk_size=estimator.simulations.fast.loss_chunk_size,
-        compile=False,
+        compile=estimator.compiled,
         memory=best.memory,
         speed=speed,
         run=_run(spec, speed, data, price_per_hour),
-        parts=parts_of(spec, config, hardware, dtype, packed=choice is not None, recompute=best.recompute_layers),
+        parts=parts_of(
+            spec,
+            config,
+            hardware,
+            dtype,
+            packed=choice is not None,
+            recompute=best.recompute_layers,
+            compiled=estimator.compiled,
+        ),
         smaller=_smaller(spec, config, hardware, data) if compare and hardware.kind == "cuda" else None,
     )
+
+
+def _too_short(spec: RunSpec, hardware: Hardware, data: DataShape | None) -> bool:
+    """Whether compiling would take longer than it saves. Unless it was asked for."""
+    if spec.performance.compile == "on" or data is None:
+        return False
+    num_tokens = spec.train.epochs * data.num_tokens
+    if spec.train.max_steps is not None:
+        num_tokens = spec.train.max_steps * _step_tokens(spec, data)
+    return num_tokens < _TOKENS_TO_REPAY_COMPILATION
 
 
 def _limited(spec: RunSpec, hardware: Hardware) -> Hardware:

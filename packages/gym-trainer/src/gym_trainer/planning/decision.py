@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gym_trainer.planning.hardware import DtypeName
 from gym_trainer.planning.memory import MemoryPlan
+
+if TYPE_CHECKING:
+    from gym_trainer.fast.apply import FastPath
 
 PLAN_VERSION = 1
 
@@ -91,12 +94,21 @@ class Plan:
     recompute_layers: int
     loss_chunk_size: int | None
     compile: bool
+    """Each decoder layer compiled."""
     memory: MemoryPlan
     speed: SpeedPlan
     run: RunPlan | None
     parts: tuple[Part, ...]
     smaller: Option | None = None
     """The smallest card of the table that would do."""
+
+    def fast_path(self) -> FastPath:
+        """The transforms to put on the model: `gym_trainer.fast.apply.applied(model, plan.fast_path())`."""
+        from gym_trainer.fast.apply import FastPath
+
+        return FastPath(
+            compile=self.compile, recompute_layers=self.recompute_layers, loss_chunk_size=self.loss_chunk_size
+        )
 
     def to_json(self) -> str:
         """For plan.json; `from_json` reads it back."""

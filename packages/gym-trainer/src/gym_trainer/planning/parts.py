@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gym_sdk.spec.adapter import LoraAdapter
 from gym_trainer.fast import attention
 from gym_trainer.planning.decision import Part
 
@@ -24,6 +25,7 @@ def parts_of(
     *,
     packed: bool,
     recompute: int,
+    compiled: bool,
 ) -> tuple[Part, ...]:
     """The parts of a plan, in the order of a step."""
     return (
@@ -34,6 +36,8 @@ def parts_of(
             state="on",
             why="logits are made a chunk at a time, for trained tokens only (checked on the loaded model)",
         ),
+        _lean_lora(spec),
+        _compile(spec, hardware, config, dtype, compiled),
         _recompute(recompute, config.get_text_config().num_hidden_layers),
     )
 
@@ -54,9 +58,49 @@ def _varlen(config: PreTrainedConfig, hardware: Hardware, dtype: DtypeName, pack
         return Part(name=name, state="not applicable", why="one attention call a document serves a processor best")
     if hardware.capability is not None and hardware.capability < (8, 0):
         return Part(name=name, state="off", why="flash kernels need compute capability 8.0 or newer")
-    if reason := attention.why_not_varlen(config, "cuda", getattr(torch, dtype)):
+    if reason := attention.why_not_varlen(config, "cuda", getattr(torch, dtype), capability=hardware.capability):
         return Part(name=name, state="off", why=reason)
     return Part(name=name, state="on", why="one kernel for all documents")
+
+
+def _lean_lora(spec: RunSpec) -> Part:
+    name = "lean LoRA products"
+    adapter = spec.adapter
+    if not isinstance(adapter, LoraAdapter):
+        return Part(name=name, state="not applicable", why="no LoRA adapter")
+    for reason in ("dropout", "dora"):
+        if getattr(adapter, reason):
+            return Part(name=name, state="off", why=f"adapter.{reason} is on")
+    if spec.model.quantization != "none":
+        return Part(name=name, state="off", why=f"the base is held in {spec.model.quantization}")
+    return Part(name=name, state="on", why="A and B are multiplied in the model's own precision")
+
+
+def why_not_compiled(
+    spec: RunSpec, hardware: Hardware, config: PreTrainedConfig, dtype: DtypeName, *, packed: bool
+) -> str | None:
+    """Why layers are not compiled, or None when they can be."""
+    if spec.performance.compile == "off":
+        return "performance.compile is off"
+    if hardware.kind == "cpu":
+        return None if spec.performance.compile == "on" else "on a processor it repays itself only in long runs"
+    if hardware.capability is not None and hardware.capability < (7, 0):
+        return "Triton needs compute capability 7.0 or newer"
+    if spec.model.quantization != "none":
+        return f"the base is held in {spec.model.quantization}"
+    if not packed:
+        return "rows are not packed"
+    if reason := attention.why_not_varlen(config, "cuda", getattr(torch, dtype), capability=hardware.capability):
+        return f"one attention call a document cannot be compiled ({reason})"
+    return None
+
+
+def _compile(spec: RunSpec, hardware: Hardware, config: PreTrainedConfig, dtype: DtypeName, compiled: bool) -> Part:
+    name = "compiled layers"
+    if compiled:
+        return Part(name=name, state="on", why="each decoder layer by itself; kept on disk for the next run")
+    reason = why_not_compiled(spec, hardware, config, dtype, packed=spec.data.packing)
+    return Part(name=name, state="off", why=reason or "the run is too short to repay it")
 
 
 def _recompute(recompute: int, num_layers: int) -> Part:

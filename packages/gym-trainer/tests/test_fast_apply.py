@@ -1,0 +1,97 @@
+"""Guards: every transform of the fast path gives the same loss and gradients, and is gone afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gym_trainer.bench.train import BenchSettings, bench_train, render
+from gym_trainer.cli.bench import parse_lengths
+from gym_trainer.fast.apply import FastPath, applied
+from gym_trainer.fast.lora import LeanLoraLinear, lora_layers, why_not_lean
+
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+
+
+def _peft_model(**options):
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **options)
+    return get_peft_model(LlamaForCausalLM(CONFIG), adapter).train()
+
+
+def _loss_and_gradients(model):
+    ids = torch.arange(5, 29)[None]
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _assert_same(got, expected):
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-6)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_lean_lora_equals_pefts_and_leaves_its_classes():
+    model = _peft_model()
+    expected = _loss_and_gradients(model)
+    with applied(model, FastPath()):
+        assert all(type(layer) is LeanLoraLinear for layer in lora_layers(model))
+        _assert_same(_loss_and_gradients(model), expected)
+        with model.disable_adapter(), torch.no_grad():
+            without = model(input_ids=torch.arange(5, 29)[None]).logits
+    assert all(type(layer) is Linear for layer in lora_layers(model))
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(model(input_ids=torch.arange(5, 29)[None]).logits, without)
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"lora_dropout": 0.1}, "dropout"), ({"use_dora": True}, "dora")])
+def test_what_lean_lora_cannot_do_is_left_to_peft(options, reason):
+    model = _peft_model(**options)
+    assert all(reason in why_not_lean(layer) for layer in lora_layers(model))
+    with applied(model, FastPath()):
+        assert not any(type(layer) is LeanLoraLinear for layer in lora_layers(model))
+
+
+@pytest.mark.slow
+def test_compiled_layers_equal_eager_ones_whether_kept_or_recomputed():
+    model = _peft_model()
+    expected = _loss_and_gradients(model)
+    for num_recomputed in (0, 2):
+        with applied(model, FastPath(compile=True, recompute_layers=num_recomputed)):
+            _assert_same(_loss_and_gradients(model), expected)
+    assert not any("forward" in layer.__dict__ for layer in model.get_base_model().model.layers)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device the bench measures other rows")
+def test_the_bench_measures_every_way_to_the_same_first_loss():
+    settings = BenchSettings(rank=4, lengths=(20, 9, 30), num_steps=1, num_warm_steps=0, compile=False)
+    report = bench_train(CONFIG, settings)
+    assert not report.failures
+    assert [row.name for row in report.rows] == [
+        "transformers + peft, padded",
+        "gym: packed, chunked loss",
+        "gym: + lean LoRA products",
+    ]
+    assert all(row.throughput_tokens_per_s > 0 for row in report.rows)
+    # an optimizer step lies between two rows, too small to move the loss of random weights by a hundredth
+    for row in report.rows:
+        assert row.loss == pytest.approx(report.rows[0].loss, abs=0.05)
+    assert "tokens/s" in render(report)
+
+
+def test_lengths_are_read():
+    assert parse_lengths("2048x4") == (2048,) * 4
+    assert parse_lengths("100,250,60") == (100, 250, 60)

@@ -1,0 +1,140 @@
+"""Guards, on a real CUDA device: each fast part gives the reference's numbers there. Run by `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from gym_trainer.fast import attention
+from gym_trainer.fast.apply import FastPath, applied
+from gym_trainer.fast.compile import compiled_layers
+from gym_trainer.fast.head import split
+from gym_trainer.fast.loss import OutputHead, linear_cross_entropy, linear_logprobs
+from gym_trainer.fast.packing import PackedLayout
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "pad_token_id": 0,
+}
+
+
+def _relative(got, expected):
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("lengths", [(128, 128, 128), (300, 17, 1, 64), (513,)], ids=["equal", "ragged", "alone"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_varlen_attention_equals_float64_per_document(lengths, window):
+    generator = torch.Generator("cuda").manual_seed(0)
+    num_tokens = sum(lengths)
+
+    def draw(num_heads):
+        x = torch.randn(1, num_heads, num_tokens, 64, generator=generator, device="cuda")
+        return x.to(torch.bfloat16).requires_grad_()
+
+    inputs = [draw(8), draw(2), draw(2)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    kwargs = PackedLayout.from_lengths(lengths, "cuda").model_kwargs()
+    upstream = torch.randn(1, num_tokens, 8, 64, generator=generator, device="cuda")
+    out, _ = attention.varlen(None, *inputs, None, scaling=0.125, sliding_window=window, **kwargs)
+    ref, _ = attention.per_document(None, *exact, None, scaling=0.125, sliding_window=window, **kwargs)
+    assert _relative(out, ref) < 1e-2
+    for got, expected in zip(
+        torch.autograd.grad(out, inputs, upstream.to(out.dtype)),
+        torch.autograd.grad(ref, exact, upstream.double()),
+        strict=True,
+    ):
+        assert _relative(got, expected) < 1e-2
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_loss_kernel_equals_float64(dtype, softcap):
+    torch.manual_seed(0)
+    hidden = (torch.randn(300, 128, device="cuda") * 0.5).to(dtype).requires_grad_()
+    weight = (torch.randn(20_011, 128, device="cuda") * 0.5).to(dtype).requires_grad_()
+    labels = torch.randint(0, 20_011, (300,))
+    labels[::7] = -100
+    head = OutputHead(weight_VD=weight, softcap=softcap, scale=0.5)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = exact[0] @ exact[1].T * 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = -torch.nn.functional.cross_entropy(logits, labels.cuda(), reduction="none", ignore_index=-100)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+
+    result = linear_cross_entropy(hidden, head, labels, chunk_size=64)
+    assert _relative(result.loss_sum, -expected.sum()) < tolerance
+    for got, want in zip(
+        torch.autograd.grad(result.loss_sum, [hidden, weight]),
+        torch.autograd.grad(-expected.sum(), exact, retain_graph=True),
+        strict=True,
+    ):
+        assert _relative(got, want) < tolerance
+    factors = torch.randn(300, device="cuda")
+    logprobs = linear_logprobs(hidden, head, labels, chunk_size=64)
+    assert _relative(logprobs, expected) < tolerance
+    for got, want in zip(
+        torch.autograd.grad((logprobs * factors).sum(), [hidden, weight]),
+        torch.autograd.grad((expected * factors).sum(), exact),
+        strict=True,
+    ):
+        assert _relative(got, want) < tolerance
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [FastPath(), FastPath(recompute_layers=2), FastPath(compile=True), FastPath(compile=True, recompute_layers=2)],
+)
+def test_each_fast_path_equals_the_plain_model(fast):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).to(torch.bfloat16)
+        adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, adapter).train()
+    lengths = (200, 56, 130)
+    ids = torch.randint(3, 1000, (1, sum(lengths)), device="cuda")
+    labels = torch.roll(ids[0].cpu(), -1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = -100
+    layout = PackedLayout.from_lengths(lengths, "cuda")
+
+    def run():
+        model.zero_grad()
+        body, head = split(model)
+        hidden = body(input_ids=ids, use_cache=False, **layout.model_kwargs()).last_hidden_state[0]
+        loss = linear_cross_entropy(hidden, head, labels).loss_sum
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+    causal = model.get_base_model()
+    with attention.attention_of(causal, attention.PER_DOCUMENT):
+        expected = run()
+    with attention.attention_of(causal, attention.VARLEN), applied(model, fast):
+        attention.check_isolation(causal)
+        got = run()
+    assert _relative(got[0], expected[0]) < 1e-3
+    assert _relative(got[1], expected[1]) < 5e-2  # two bfloat16 backward passes, each rounded its own way
+
+
+def test_changing_lengths_compile_a_layer_at_most_three_times_without_leaving_it():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL)).to(torch.bfloat16).train()
+    with attention.attention_of(model, attention.VARLEN), compiled_layers(model) as report:
+        for lengths in ((100, 60), (200,), (31, 47, 90), (77, 5), (150, 151), (9, 8, 7, 6), (300, 20)):
+            layout = PackedLayout.from_lengths(lengths, "cuda")
+            ids = torch.zeros(1, sum(lengths), dtype=torch.long, device="cuda")
+            model.model(input_ids=ids, use_cache=False, **layout.model_kwargs()).last_hidden_state.sum().backward()
+    assert report.graph_breaks == {}
+    assert report.num_graphs <= 3
