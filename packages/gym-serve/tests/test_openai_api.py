@@ -247,7 +247,7 @@ def test_errors_are_in_openais_form(daemon: DaemonProcess, client: openai.OpenAI
         ({"model": "tiny", "messages": []}, "messages"),
         ({"model": "tiny", "messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": 3}, "temperature"),
-        ({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temprature": 1}, "temprature"),
+        ({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "hotness": 1}, "hotness"),
         ({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream_options": {}}, None),
         ({"model": "tiny", "messages": [{"role": "user", "content": "x"}], "modalities": ["audio"]}, "modalities"),
         ({"model": "tiny"}, "messages"),
