@@ -18,7 +18,7 @@ from gym_sdk.folders import cache_dir
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, dump_yaml, load_spec
 from gym_trainer import records
-from gym_trainer._threads import wait_without_spinning
+from gym_trainer._libraries import quieten_libraries, wait_without_spinning
 from gym_trainer.narrator import Narrator, recording
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def require_torch(what: str) -> None:
     if any(find_spec(module) is None for module in ("torch", "transformers", "peft", "accelerate")):
         raise MissingExtra(what, package="gym-trainer", extra="torch")
     wait_without_spinning()
+    quieten_libraries()
 
 
 def check_inputs(spec: RunSpec) -> None:

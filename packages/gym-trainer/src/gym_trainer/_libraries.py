@@ -1,8 +1,9 @@
-"""How threads of the arithmetic wait for each other."""
+"""How libraries behave in a process of Gym's: without spinning threads, and without talk that nobody can act on."""
 
 from __future__ import annotations
 
 import os
+import warnings
 
 
 def wait_without_spinning() -> None:
@@ -14,3 +15,11 @@ def wait_without_spinning() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def quieten_libraries() -> None:
+    """No bars of transformers for work of a second, and no warnings of its own deprecations."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")
