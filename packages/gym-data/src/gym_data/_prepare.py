@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from gym_data.encoding.tokenizer import Tokenizer
+from gym_data.preparing.adapt import template_of
 from gym_data.preparing.assemble import SourceStore, held_out, is_in, write_training
 from gym_data.preparing.batch import EncodedBatch, encode_chunk
-from gym_data.preparing.documents import Objective, RowEncoder, template_of
+from gym_data.preparing.documents import Objective, RowEncoder
 from gym_data.preparing.workers import Setup, Workers
 from gym_data.report import DataReport, Dropped, LengthStats, Sample, sample_of
 from gym_data.sources.chunk import Chunk

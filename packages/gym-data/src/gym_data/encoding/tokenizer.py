@@ -50,7 +50,8 @@ class Tokenizer:
         )
         self.bos_id = self._id_of("bos_token")
         eos = self._id_of("eos_token")
-        self.eos_ids = tuple(dict.fromkeys([*([eos] if eos is not None else []), *eos_ids]))
+        own_eos = [eos] if eos is not None else []
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_eos, *eos_ids]))
         pad = self._id_of("pad_token")
         self.pad_id = pad if pad is not None else self.eos_ids[0] if self.eos_ids else 0
         self.vocab_size = max(self.backend.get_vocab().values()) + 1

@@ -14,13 +14,20 @@ Row = dict[str, Any]
 class Format(Protocol):
     """A shape of rows. `export(to_record(row)) == row` holds for every row that it takes."""
 
-    name: str
-    """As in `format:` of the specification."""
-    signature: str
-    """The keys by which it is recognised, for messages."""
+    @property
+    def name(self) -> str:
+        """As in `format:` of the specification."""
+        ...
 
-    fields: tuple[str, ...]
-    """The keys that it reads; the rest of a row is carried along."""
+    @property
+    def signature(self) -> str:
+        """The keys by which it is recognised, for messages."""
+        ...
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The keys that it reads; the rest of a row is carried along."""
+        ...
 
     def matches(self, row: Row) -> bool:
         """Whether a row has this shape, by its keys and their types."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import cast
 
 from gym_data.formats._base import Row, RowError, type_name
 from gym_data.record import Message, Part, PartType
@@ -35,7 +36,7 @@ class MediaReader:
         parts: list[Part] = []
         position = 0
         for match in _PLACEHOLDER.finditer(text):
-            kind: PartType = match.group(1)  # type: ignore[assignment] - the pattern's words are part types
+            kind = cast(PartType, match.group(1))
             if kind not in self._given:
                 continue
             self._used[kind] = self._used.get(kind, 0) + 1
@@ -50,8 +51,8 @@ class MediaReader:
 
     def finish(self) -> None:
         """Raises RowError unless every medium had its placeholder and every placeholder its medium."""
-        for kind, given in self._given.items():
-            used = self._used.get(kind, 0)
+        for kind in self._given:
+            used, given = self._used.get(kind, 0), self._given[kind]
             if used != given:
                 raise RowError(f"{used} <{kind}> placeholders for {given} {kind} files", f"{kind}s")
 

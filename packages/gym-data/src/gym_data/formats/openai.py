@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from gym_data._json import dumps, loads
 from gym_data.formats._base import Row, RowError, type_name
 from gym_data.formats._meta import dump_meta, dump_optional, load_meta
-from gym_data.record import ROLES, Candidate, Message, Part, Record, Role, Source, ToolCall
+from gym_data.record import ROLES, Candidate, Message, Part, PartType, Record, Source, ToolCall
 
 Hints = dict[str, Any]
 """How a message was written, where there is more than one way: kept for the way back."""
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS = {"role", "content", "name", "tool_call_id", "tool_calls", "function_call", "refusal", "weight", "train"}
-_MEDIA = {
+_MEDIA: dict[str, tuple[PartType, str | None]] = {
     "image_url": ("image", "url"),
     "input_audio": ("audio", "data"),
     "audio_url": ("audio", "url"),
@@ -153,7 +153,7 @@ def message_from_openai(item: Any, path: str = "message") -> tuple[Message, Hint
     known = _MESSAGE_KEYS.union(reasoning_keys)
     if extra := {key: value for key, value in item.items() if key not in known and value is not None}:
         hint["extra"] = extra
-    message = Message(cast(Role, role), tuple(parts), item.get("name"), item.get("tool_call_id"), train, weight)
+    message = Message(role, tuple(parts), item.get("name"), item.get("tool_call_id"), train, weight)
     return message, hint
 
 

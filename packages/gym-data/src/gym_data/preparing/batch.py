@@ -85,7 +85,7 @@ def content_hash(documents: list[NDArray[Any]], salt: bytes) -> bytes:
     digest = hashlib.blake2b(key=salt, digest_size=16)
     for ids in documents:
         digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(ids))
+        digest.update(np.ascontiguousarray(ids).data)
     return digest.digest()
 
 

@@ -68,7 +68,7 @@ class RowEncoder:
         """`objective` is what the rows must be fit for; whatever they are when not given."""
         self.tokenizer = tokenizer
         self.data = data
-        self.objective = objective
+        self.objective: Objective | None = objective
         self._adapts = data.thinking != "template" or data.system != "template"
 
     @cached_property
@@ -118,15 +118,15 @@ class RowEncoder:
 
     def _objective_of(self, record: Record) -> Objective:
         found = _OBJECTIVE_OF.get(record.kind)
-        wanted = self.objective or found
         if found is None:
             raise row_error(
                 record,
                 f"rows of the format {_format(record)} have nothing to learn from by likelihood",
                 "They are for methods that sample and grade answers.",
             )
+        wanted: Objective = self.objective or found
         if wanted == found or (wanted == "unpaired" and found == "preference"):
-            return found if wanted is None else wanted
+            return wanted
         raise row_error(record, f"the method needs {_NEEDS[wanted]}, but this row is {_format(record)}")
 
     def _completion(self, record: Record, candidate: Candidate) -> Chat:

@@ -127,7 +127,7 @@ def _receive(pipe: IO[bytes] | None) -> Any:
     return pickle.loads(data)
 
 
-def _serve() -> None:
+def serve() -> None:
     """The life of a worker: a setup, then chunks until the input ends."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not reach the parent as a result
@@ -149,4 +149,4 @@ if __name__ == "__main__":
     # Run as a module, this file is `__main__`; the classes in the pipes are those of the package.
     from gym_data.preparing import workers
 
-    workers._serve()
+    workers.serve()

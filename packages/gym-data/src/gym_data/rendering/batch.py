@@ -48,7 +48,8 @@ class BatchEncoder:
         """Chats encoded by a learned program."""
         size = renderer.tokenizer.vocab_size
         self._is_control = np.zeros(size, bool)
-        self._is_control[[renderer.tokenizer.id_of(text) for text in renderer.control_tokens]] = True
+        for text in renderer.control_tokens:
+            self._is_control[renderer.tokenizer.id_of(text)] = True
 
     def encode(self, chats: Sequence[Chat]) -> list[EncodedChat]:
         """The chats, in order. Raises DataError for the first that cannot be rendered."""

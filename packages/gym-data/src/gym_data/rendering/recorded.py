@@ -6,6 +6,9 @@ that the template acted on as a condition. The result is a function of a few lin
 chat that meets the conditions. Whatever cannot be written down raises `Untraceable`; such chats are rendered in full.
 """
 
+# pyright: reportPrivateUsage=false
+# Functions of this module belong to `Recorded`; its attributes are private because templates must not see them.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -95,7 +95,8 @@ class ChatRenderer:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids at which generation stops: the model's end-of-sequence ids and the template's end of an answer."""
         end = self.tokenizer.id_of(self._answer_end) if self._answer_end else None
-        return tuple(dict.fromkeys([*self.tokenizer.eos_ids, *([end] if end is not None else [])]))
+        ends = [end] if end is not None else []
+        return tuple(dict.fromkeys([*self.tokenizer.eos_ids, *ends]))
 
     # Training
 

@@ -59,14 +59,15 @@ class ChatTemplate:
         self._tokens = dict(tokens or {})
         self._traced_tokens = wrap(self._tokens, TEMPLATE)
         try:
-            self._plain = _PlainEnvironment().from_string(source)
+            environment = _PlainEnvironment()
+            self._plain = environment.from_string(source)
             self._traced = _TracedEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"{name} is not valid Jinja (line {error.lineno}): {error.message}",
                 hint="The model folder's chat_template.jinja is broken; set data.chat_template to a working one.",
             ) from None
-        self.marks_generation = self._plain.environment.marks_generation
+        self.marks_generation = environment.marks_generation
 
     def render_plain(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """The text that transformers' `apply_chat_template(tokenize=False)` gives."""
@@ -117,6 +118,10 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+def _traced_strftime_now(pattern: str) -> str:
+    return Traced.of(_strftime_now(pattern), TEMPLATE)
 
 
 def tojson(
@@ -190,9 +195,13 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = tojson
-        self.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-        )
+        names: dict[str, Any] = {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self.globals.update(names)
 
 
 class _JoiningCodeGenerator(CodeGenerator):
@@ -237,8 +246,10 @@ class _TracedEnvironment(_PlainEnvironment):
         super().__init__()
         self.constants: list[str] = []
         self._constant_index: dict[str, int] = {}
-        self.filters.update(join=_join, tojson=_traced_tojson)
-        self.globals["strftime_now"] = lambda pattern: Traced.of(_strftime_now(pattern), TEMPLATE)
+        filters: dict[str, Any] = {"join": _join, "tojson": _traced_tojson}
+        self.filters.update(filters)
+        names: dict[str, Any] = {"strftime_now": _traced_strftime_now}
+        self.globals.update(names)
 
     def constant(self, text: str) -> int:
         """The index of a traced constant."""
@@ -280,11 +291,12 @@ class _RecordingEnvironment(_PlainEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filters.update(
-            join=recorded.join_filter,
-            tojson=recorded.tojson_filter,
-            safe=recorded.safe_filter,
-            length=recorded.length_filter,
-            count=recorded.length_filter,
-        )
+        filters: dict[str, Any] = {
+            "join": recorded.join_filter,
+            "tojson": recorded.tojson_filter,
+            "safe": recorded.safe_filter,
+            "length": recorded.length_filter,
+            "count": recorded.length_filter,
+        }
+        self.filters.update(filters)
         self.tests["in"] = recorded.contains

@@ -6,6 +6,9 @@ author wrote it or which message it came from. A plain `str` that meets a traced
 ever taken for the template's own text by default.
 """
 
+# pyright: reportPrivateUsage=false
+# Functions of this module belong to `Traced`; its attributes are private because templates must not see them.
+
 from __future__ import annotations
 
 import operator
@@ -117,7 +120,8 @@ class Traced(str):
     def __mul__(self, times: SupportsIndex) -> str:
         return concat([self] * operator.index(times))
 
-    __rmul__ = __mul__
+    def __rmul__(self, times: SupportsIndex) -> str:
+        return self * times
 
     def __getitem__(self, key: Any) -> str:
         size = len(self)

@@ -16,7 +16,10 @@ NumberedRow = tuple[int, dict[str, Any]]
 class Chunk(Protocol):
     """Consecutive rows of one file."""
 
-    uri: str
+    @property
+    def uri(self) -> str:
+        """The file."""
+        ...
 
     def rows(self) -> Iterator[NumberedRow]:
         """The rows. Raises DataError with file, line and column."""

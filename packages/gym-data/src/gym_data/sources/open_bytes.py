@@ -63,7 +63,8 @@ def _open_raw(uri: str) -> IO[bytes]:
     except ImportError:
         raise MissingExtra(f"reading {uri.split('://', 1)[0]}://", package="gym-data", extra="remote") from None
     try:
-        return fsspec.open(uri, "rb").open()
+        opened: Any = fsspec.open(uri, "rb")
+        return opened.open()
     except ImportError as error:
         raise DataError(f"the file system of this URL is not installed: {error}", where=Where(file=uri)) from None
     except ValueError as error:

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -157,8 +158,8 @@ def _is_json(value: Any) -> bool:
 
 def _pyarrow() -> Any:
     try:
-        import pyarrow
-        import pyarrow.ipc
+        pyarrow = import_module("pyarrow")
+        import_module("pyarrow.ipc")
     except ImportError:
         raise MissingExtra("reading parquet and arrow files", package="gym-data", extra="tables") from None
     return pyarrow
