@@ -165,7 +165,7 @@ def markdown(report: dict[str, Any]) -> str:
                 + (f"{gain:+.3f} | {interval(arm['difference_interval_95'])} |" if gain is not None else "| |")
             )
         lines += ["", "Accuracy by Wilson's interval over questions; differences are paired, by Student's t.", ""]
-    else:
+    elif not report["not_measured"]:
         lines += ["Not measured: the specification has no `data.eval` rows.", ""]
     if report["not_measured"]:
         lines += [f"Not measured, for want of budget: {', '.join(report['not_measured'])}.", ""]
