@@ -23,7 +23,10 @@ PACKAGES = ("gym_sdk", "gym_data", "gym_serve", "gym_trainer")
 GENERATED = "/_proto/"
 LOCK = REPOSITORY / "requirements.lock"
 MAX_LINES = 600
-ADDRESS = re.compile(r"https?://[^\s\"']*/(?:simple|packages)/|\bfile:///|--(?:index-url|extra-index-url|find-links)\b")
+ADDRESS = re.compile(
+    r"https?://[^\s\"']*/(?:simple|packages)/|file:///\S+\.whl|^--(?:index-url|extra-index-url|find-links)\b",
+    re.MULTILINE,
+)
 
 
 def succeeds(*command: str) -> bool:
