@@ -114,6 +114,7 @@ def test_watching_shows_the_end_and_tells_it_by_the_exit_code(daemon: Daemon, sp
     code, out, err = run(capsys, "jobs", "watch", "job-1")
     assert (code, out) == (0, "")
     assert "notes  running" in err
+    assert "notes  succeeded  step 3  loss 0.3333\n" in err
     assert "saved the adapter\n" in err
     assert err.endswith(
         "job job-1 succeeded; its model is notes-1\nhint: gym chat notes-1, or gym jobs download job-1\n"

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from gym_sdk.cli import console
 from gym_sdk.cli._plot import plot
 from gym_sdk.client.types import JobEvent, JobInfo, JobState
-from gym_sdk.events import CheckpointEvent, LogEvent, LogLevel, MetricEvent, ProgressEvent, StateEvent
+from gym_sdk.events import ArtifactEvent, CheckpointEvent, LogEvent, LogLevel, MetricEvent, ProgressEvent, StateEvent
 
 PLOT_HEIGHT = 10
+HEADLINES = ("loss", "eval_loss", "reward", "token_accuracy", "throughput_tokens_per_s")
+"""The metrics of the one line; `gym jobs get` shows all."""
 LINE_INTERVAL_S = 5.0
 """Without a terminal: between two lines about metrics."""
 
@@ -53,20 +55,23 @@ class View:
                 self.losses.append((run.step, run.values["loss"]))
         elif isinstance(run, CheckpointEvent):
             self.lines.append(f"checkpoint at step {run.step}")
+        elif isinstance(run, ArtifactEvent):
+            self.lines.append(f"{run.kind} is complete ({console.format_size(run.size_bytes)})")
         elif isinstance(run, LogEvent) and run.level is not LogLevel.DEBUG:
             prefix = "" if run.level is LogLevel.INFO else f"{run.level}: "
             self.lines.append(prefix + run.text)
 
     def summary(self) -> str:
         """One line."""
-        parts = [self.name, " ".join(part for part in (self.state, self.run_state) if part)]
+        run_state = self.run_state if self.state == JobState.RUNNING else ""
+        parts = [self.name, f"{self.state} {run_state}".strip()]
         if self.progress is not None:
             parts.append(console.format_amount(self.progress.done, self.progress.total, self.progress.unit))
             if self.progress.eta_s is not None:
                 parts.append(f"{console.format_duration(self.progress.eta_s)} left")
         elif self.step:
             parts.append(f"step {self.step}")
-        parts += [f"{name} {value:.4g}" for name, value in self.metrics.items()]
+        parts += [f"{name} {self.metrics[name]:.4g}" for name in HEADLINES if name in self.metrics]
         return "  ".join(parts)
 
     def screen(self, width: int, *, unicode: bool) -> str:
@@ -107,10 +112,10 @@ def _watch_as_lines(job: JobInfo, events: Iterator[JobEvent]) -> JobState | None
         run = event.run
         quiet = isinstance(run, MetricEvent | ProgressEvent)
         # By the events' own time: a line every few seconds of the run, also when an old run is replayed.
-        if not quiet or last is None or (event.time - last).total_seconds() >= LINE_INTERVAL_S:
-            if isinstance(run, LogEvent):
-                console.err(run.text)
-                continue
+        if isinstance(run, LogEvent | CheckpointEvent | ArtifactEvent):
+            if not isinstance(run, LogEvent) or run.level is not LogLevel.DEBUG:
+                console.err(view.lines[-1])
+        elif not quiet or last is None or (event.time - last).total_seconds() >= LINE_INTERVAL_S:
             last = event.time
             console.err(view.summary() + (f"  {view.message}" if view.message and not quiet else ""))
     return state

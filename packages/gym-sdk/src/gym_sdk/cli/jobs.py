@@ -158,7 +158,9 @@ def get(job_id: str | None = None, /, *, as_json: AsJson = False, connection: Co
             "why": job.state_message,
             "in the queue": f"behind {job.queue_position}" if job.queue_position is not None else "",
             "steps": _steps(job),
-            "time left": console.format_duration(progress.eta_s) if progress.eta_s is not None else "",
+            "time left": console.format_duration(progress.eta_s)
+            if progress.eta_s is not None and job.state is JobState.RUNNING
+            else "",
             "metrics": ", ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items()),
             "attempt": job.attempt or "",
             "created": local_time(job.create_time),
