@@ -365,7 +365,8 @@ def test_a_model_on_this_machine_is_opened_by_who_can(
 
     monkeypatch.setattr(_chat_backends, "_local_points", lambda: [Point()])
     assert run(capsys, "chat", "run", "hi", "--max-tokens", "5") == (0, "hi 5\n", "")
-    assert run(capsys, "chat", "./nope", "hi")[2] == "error: ./nope: there is no such run, folder or file\n"
+    for missing in ("./nope", "runs/nope"):
+        assert f"error: {missing}: there is no such run, folder or file\n" in run(capsys, "chat", missing, "hi")[2]
     assert closed == [True]
     assert chat_module.ChatBackend is _chat_backends.ChatBackend
 

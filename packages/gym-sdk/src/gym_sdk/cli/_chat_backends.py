@@ -52,8 +52,10 @@ class ChatBackend(Protocol):
 
 
 def is_local(target: str) -> bool:
-    """Whether a target names something on this machine."""
-    return target.startswith(("package:", ".", "/", "~")) or target.endswith(".gguf") or Path(target).exists()
+    """Whether a target names something on this machine: ids of a daemon's models have no slashes."""
+    return (
+        target.startswith(("package:", ".", "~")) or "/" in target or target.endswith(".gguf") or Path(target).exists()
+    )
 
 
 def _local_points() -> list[importlib.metadata.EntryPoint]:
@@ -67,7 +69,8 @@ def open_local(target: str) -> ChatBackend:
         raise MissingExtra("chatting with a model on this machine", package="gym-serve", extra="torch")
     path = Path(target).expanduser()
     if not target.startswith("package:") and not path.exists():
-        raise UserError("there is no such run, folder or file", where=Where(file=target))
+        hint = "gym models list shows what a daemon has; runs are in the folder of output.dir"
+        raise UserError("there is no such run, folder or file", where=Where(file=target), hint=hint)
     opened: ChatBackend = points[0].load()(target if target.startswith("package:") else str(path))
     return opened
 
