@@ -26,7 +26,7 @@ from gym_serve.engines.protocol import Submit
 from gym_serve.engines.remote import RemoteEngine
 from gym_serve.engines.worker import WorkerSettings
 
-tiny = importlib.import_module("tiny")
+tiny = importlib.import_module("tiny_models")
 GREEDY = SamplingParams(temperature=0.0)
 
 

@@ -22,7 +22,7 @@ from gym_serve.engines.base import (
 )
 from gym_serve.engines.transformers import TransformersEngine
 
-tiny = importlib.import_module("tiny")
+tiny = importlib.import_module("tiny_models")
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 24
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from daemon_process import DaemonProcess
 from model_folder import VOCAB_SIZE, write_tokenizer
-from tiny import greedy_reference, tiny_model
+from tiny_models import greedy_reference, tiny_model
 
 
 def write_tiny(folder: Path) -> Path:

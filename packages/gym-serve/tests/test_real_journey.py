@@ -10,7 +10,7 @@ import openai
 import pytest
 from daemon_process import DaemonProcess
 from model_folder import VOCAB_SIZE, write_tokenizer
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "yes"}]} for n in range(64)

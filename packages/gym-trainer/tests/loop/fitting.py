@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny import TinyStore, tiny_model, tiny_store
+from tiny_rows import TinyStore, tiny_model, tiny_store
 
 from gym_sdk.events import EventWriter, LogEvent, MetricEvent, read_events
 from gym_sdk.spec import RunSpec, spec_from_data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import TinyStore, tiny_model, tiny_store
+from tiny_rows import TinyStore, tiny_model, tiny_store
 from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteConfig, PreTrainedConfig
 
 from gym_sdk.errors import RunFailed
