@@ -1,6 +1,6 @@
 """Guards that training-free GRPO learns what is true, from what it should learn it from, in the simulated world.
 
-The default suite takes a few worlds; `-m slow` takes twenty that were never looked at while the optimiser was made.
+The default suite takes a few worlds; `-m study` takes twenty that were never looked at while the optimiser was made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gym_trainer.experience.evaluation import placebo_of
 FEW = (50, 51, 52)
 MANY = tuple(range(100, 120))
 seeds = pytest.mark.parametrize(
-    "worlds", [pytest.param(FEW, id="few"), pytest.param(MANY, id="twenty", marks=pytest.mark.slow)]
+    "worlds", [pytest.param(FEW, id="few"), pytest.param(MANY, id="twenty", marks=pytest.mark.study)]
 )
 
 
@@ -113,7 +113,7 @@ def test_deleting_a_useful_item_lowers_accuracy_on_the_tasks_that_need_it(worlds
     assert abs(statistics.mean(elsewhere)) < 0.06
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_gepa_is_matched_at_half_its_calls() -> None:
     """GEPA 0.1.4 with its own defaults, on the same rows, student and teacher. See the guide for the figures."""
     pytest.importorskip("gepa")
