@@ -162,6 +162,14 @@ def test_lists_come_in_pages_that_belong_to_their_filters(rpc: RpcClient) -> Non
     assert details(wrong.value)[0] == "INVALID_ARGUMENT"
 
 
+def test_a_specification_may_name_the_base_model_as_the_daemon_was_given_it(rpc: RpcClient) -> None:
+    base = rpc.call("ModelService", "GetModel", models_pb2.GetModelRequest(model_id="tiny")).model
+    spec = json.loads(spec_json("steps-1", upload(rpc, ROWS).id)) | {"model": {"source": base.source}}
+    request = jobs_pb2.CreateJobRequest(spec_json=json.dumps(spec), spec_version=1)
+    assert base.source != base.id
+    assert json.loads(rpc.call("JobService", "CreateJob", request).job.spec_json)["model"]["source"] == base.source
+
+
 def test_a_wrong_specification_is_refused_with_every_field(rpc: RpcClient) -> None:
     spec = {"model": {"source": "tiny"}, "data": {"train": [{"source": "/etc/passwd"}]}, "train": {"epochz": 1}}
     with pytest.raises(grpc.RpcError) as refused:

@@ -97,8 +97,11 @@ class Catalog:
     # What jobs ask (see `gym_serve.jobs.admission.ModelLookup`).
 
     def base_source(self, model_id: str) -> str | None:
-        """The source of a base model, or of the base of an adapter."""
+        """The source of a base model, or of the base of an adapter; a base may also be named by its source."""
         model = self._models.get(self._aliases.get(model_id, model_id))
+        if model is None:
+            bases = (each for each in self._models.values() if each.kind is ModelKind.BASE)
+            model = next((base for base in bases if base.source == model_id), None)
         if model is not None and model.kind is not ModelKind.BASE and model.base_id is not None:
             model = self._models.get(model.base_id)
         return model.source if model is not None and model.kind is ModelKind.BASE else None

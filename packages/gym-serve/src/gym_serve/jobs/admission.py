@@ -29,7 +29,7 @@ class ModelLookup(Protocol):
     """What the models of this daemon are, by id."""
 
     def base_source(self, model_id: str) -> str | None:
-        """The source of a base model (or of an adapter's base)."""
+        """The source of a base model (or of an adapter's base), named by its id or by that source itself."""
         ...
 
     def adapter_folder(self, model_id: str) -> str | None:
