@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from gym_sdk.events import EventWriter, LogEvent, MetricEvent, read_events
 from gym_sdk.spec import RunSpec, spec_from_data
 from gym_trainer.adapters import attach
 from gym_trainer.fast import attention
-from gym_trainer.loop import checkpoint
+from gym_trainer.loop import checkpoint, trainer
 from gym_trainer.loop.batch import StoreRows
 from gym_trainer.loop.fit import FitResult, FitSettings, fit
 from gym_trainer.objectives.sft import SftObjective
 
-# Forked: the child has torch loaded already. Its processes and its SIGKILL are real.
-_FORK = multiprocessing.get_context("fork")
+# A server that has the libraries loaded, and no threads yet, forks the children: a fork of this process, whose tests
+# have used OpenMP's threads, would wait for them for ever. The processes and their SIGKILL are real.
+_CHILDREN = multiprocessing.get_context("forkserver")
+_CHILDREN.set_forkserver_preload(["peft", "gym_trainer.loop.fit", "gym_trainer.fast.attention"])
 
 
 def tiny_spec(**train: Any) -> RunSpec:
@@ -49,7 +52,9 @@ def fit_tiny(
     store: TinyStore | None = None,
     **options: Any,
 ) -> FitResult:
-    """One fit in this process."""
+    """One fit in this process, on one thread: sums are added in the same order in every process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     run_path.mkdir(exist_ok=True)
     (run_path / "checkpoints").mkdir(exist_ok=True)
     model = tiny_model()
@@ -60,37 +65,91 @@ def fit_tiny(
         packed=packed,
         micro_batch_tokens=120,
     )
-    with EventWriter(run_path / "events.jsonl") as events:
-        return fit(
-            attach(model, spec.adapter, seed=spec.seed).model,
-            spec,
-            settings,
-            SftObjective(),
-            train_rows=StoreRows(store or tiny_store(48)),
-            eval_rows=None,
-            run_path=run_path,
-            events=events,
-            resume=resume,
-            **options,
-        )
+    try:
+        with EventWriter(run_path / "events.jsonl") as events:
+            return fit(
+                attach(model, spec.adapter, seed=spec.seed).model,
+                spec,
+                settings,
+                SftObjective(),
+                train_rows=StoreRows(store or tiny_store(48)),
+                eval_rows=None,
+                run_path=run_path,
+                events=events,
+                resume=resume,
+                **options,
+            )
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def fit_and_die(run_path: Path, spec: RunSpec, arm: Callable[[], None], *, resume: bool = False, **options: Any) -> int:
     """The same in a child process, after `arm` has set its trap there; returns the child's exit code."""
-
-    def work() -> None:
-        arm()
-        fit_tiny(run_path, spec, resume=resume, **options)
-
-    child = _FORK.Process(target=work)
+    child = _CHILDREN.Process(target=_armed_fit, args=(arm, run_path, spec, resume, options))
     child.start()
     child.join(timeout=120)
     assert child.exitcode is not None
     return child.exitcode
 
 
+def _armed_fit(arm: Callable[[], None], run_path: Path, spec: RunSpec, resume: bool, options: dict[str, Any]) -> None:
+    arm()
+    fit_tiny(run_path, spec, resume=resume, **options)
+
+
 def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_after_step(step: int) -> Callable[[], None]:
+    """A trap: die when this step has been logged."""
+    return partial(_kill_after_step, step)
+
+
+def _kill_after_step(step: int) -> None:
+    original = trainer.GymTrainer.log
+
+    def log(self: Any, values: dict[str, float], start_time: float | None = None) -> None:
+        original(self, values, start_time)
+        if self.state.global_step == step:
+            kill_this_process()
+
+    trainer.GymTrainer.log = log
+
+
+def kill_within_commit(moment: str) -> Callable[[], None]:
+    """A trap: die while the third checkpoint (step 6) is written."""
+    return partial(_kill_within_commit, moment)
+
+
+def _kill_within_commit(moment: str) -> None:
+    calls = {"commit": 0, "sha256": 0}
+    commit, sha256, rename = checkpoint.commit, checkpoint._sha256, Path.rename
+
+    def counted_commit(staged: Path, final: Path) -> None:
+        calls["commit"] += 1
+        if calls["commit"] == 3 and moment == "before anything is flushed":
+            (staged / "optimizer.pt").write_bytes(b"torn")
+            kill_this_process()
+        commit(staged, final)
+        if calls["commit"] == 3 and moment == "after the rename":
+            kill_this_process()
+
+    def counted_sha256(path: Path, *, sync: bool = False) -> str:
+        calls["sha256"] += calls["commit"] == 3
+        if calls["sha256"] == 2 and moment == "between two files":
+            kill_this_process()
+        return sha256(path, sync=sync)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        if calls["commit"] == 3 and self.name == "checkpoint-6" and moment == "before the rename":
+            kill_this_process()
+        result = rename(self, target)
+        if "deleted" in Path(target).name and moment == "within the deletion of an old one":
+            kill_this_process()
+        return result
+
+    checkpoint.commit, checkpoint._sha256, Path.rename = counted_commit, counted_sha256, watched_rename
 
 
 def losses(run_path: Path) -> dict[int, list[float]]:

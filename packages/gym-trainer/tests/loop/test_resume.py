@@ -13,7 +13,8 @@ from fitting import (
     final_weights,
     fit_and_die,
     fit_tiny,
-    kill_this_process,
+    kill_after_step,
+    kill_within_commit,
     last_step,
     logs,
     losses,
@@ -22,7 +23,7 @@ from fitting import (
 )
 
 from gym_sdk.errors import RunFailed
-from gym_trainer.loop import checkpoint, trainer
+from gym_trainer.loop import checkpoint
 from gym_trainer.loop.interrupt import StopRequest
 
 LORA = {"kind": "lora", "rank": 4, "dropout": 0.1}
@@ -59,20 +60,6 @@ def assert_same_run(run: Path, expected: Path) -> None:
         assert all(torch.equal(state[name], expected_states[number][name]) for name in state)
 
 
-def kill_after_step(step: int) -> Callable[[], None]:
-    def arm() -> None:
-        original = trainer.GymTrainer.log
-
-        def log(self: Any, values: dict[str, float], start_time: float | None = None) -> None:
-            original(self, values, start_time)
-            if self.state.global_step == step:
-                kill_this_process()
-
-        trainer.GymTrainer.log = log
-
-    return arm
-
-
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("adapter", [LORA, {"kind": "full"}, LORA | {"init": "pissa"}], ids=["lora", "full", "pissa"])
 def test_killed_between_checkpoints_the_run_goes_on_to_the_same_numbers(
@@ -91,41 +78,6 @@ def test_killed_before_the_first_checkpoint_the_run_starts_again(
     assert fit_and_die(tmp_path, tiny_spec(), kill_after_step(1)) == -signal.SIGKILL
     assert fit_tiny(tmp_path, tiny_spec(), resume=True).resumed_from is None
     assert_same_run(tmp_path, uninterrupted())
-
-
-def kill_within_commit(moment: str) -> Callable[[], None]:
-    """Die while the third checkpoint (step 6) is written."""
-
-    def arm() -> None:
-        calls = {"commit": 0, "sha256": 0}
-        commit, sha256, rename = checkpoint.commit, checkpoint._sha256, Path.rename
-
-        def counted_commit(staged: Path, final: Path) -> None:
-            calls["commit"] += 1
-            if calls["commit"] == 3 and moment == "before anything is flushed":
-                (staged / "optimizer.pt").write_bytes(b"torn")
-                kill_this_process()
-            commit(staged, final)
-            if calls["commit"] == 3 and moment == "after the rename":
-                kill_this_process()
-
-        def counted_sha256(path: Path, *, sync: bool = False) -> str:
-            calls["sha256"] += calls["commit"] == 3
-            if calls["sha256"] == 2 and moment == "between two files":
-                kill_this_process()
-            return sha256(path, sync=sync)
-
-        def watched_rename(self: Path, target: Path) -> Path:
-            if calls["commit"] == 3 and self.name == "checkpoint-6" and moment == "before the rename":
-                kill_this_process()
-            result = rename(self, target)
-            if "deleted" in Path(target).name and moment == "within the deletion of an old one":
-                kill_this_process()
-            return result
-
-        checkpoint.commit, checkpoint._sha256, Path.rename = counted_commit, counted_sha256, watched_rename
-
-    return arm
 
 
 @pytest.mark.parametrize(
