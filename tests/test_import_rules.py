@@ -44,6 +44,8 @@ COMPUTES = {
         "gym_trainer.objectives",
         "gym_trainer.exporting",
         "gym_trainer.evaluation",
+        "gym_trainer.planning",  # runs the step on torch's meta device
+        "gym_trainer.bench",
     ),
 }
 
