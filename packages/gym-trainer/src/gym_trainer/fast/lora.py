@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -26,9 +26,9 @@ class LeanLoraLinear(Linear):
         if self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
         name = self.active_adapters[0]
-        base = self.get_base_layer()
-        a_RI = (self.lora_A[name].weight * self.scaling[name]).to(x.dtype)
-        b_OR = self.lora_B[name].weight.to(x.dtype)
+        base = cast(nn.Linear, self.get_base_layer())
+        a_RI = (cast(nn.Linear, self.lora_A[name]).weight * self.scaling[name]).to(x.dtype)
+        b_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
         return linear(x, base.weight, base.bias) + linear(linear(x, a_RI), b_OR)
 
 
