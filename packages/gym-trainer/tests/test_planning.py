@@ -162,7 +162,8 @@ def test_the_data_gives_steps_time_and_cost():
     assert result.run is not None
     assert (result.run.num_steps, result.run.num_tokens) == (14, 10_000)
     assert result.run.cost == pytest.approx(2.0 * result.run.time_s / 3600)
-    assert 120 <= result.micro_batch_tokens <= 50 * 16
+    room = 1.25  # for steps longer than the mean
+    assert 120 <= result.micro_batch_tokens <= 50 * 16 * room
 
 
 def test_the_plan_survives_json_and_reads_well():

@@ -31,6 +31,8 @@ _MOST_MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 _TOKENS_TO_REPAY_COMPILATION = 1_000_000
 """Compilation takes 15 to 25 s; at 15,000 tokens/s instead of 11,000 that is repaid after a million tokens (8B, H200).
 Smaller models run faster and save as large a share, so they repay it in about as many seconds."""
+_LONGER_STEPS = 1.25
+"""Ragged rows make some steps longer than the mean: with this room nearly all of them are one micro-batch."""
 _WORTH_MEMORY = 1.02
 """A setting must be this much faster to be chosen over one that takes less memory."""
 
@@ -178,7 +180,10 @@ def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | Non
     spec = estimator.spec
     if spec.train.micro_batch_tokens is not None:
         return [max(spec.train.micro_batch_tokens, longest)]
-    most = max(longest, min(_step_tokens(spec, data), _MOST_MICRO_BATCH_TOKENS[estimator.hardware.kind]))
+    step_tokens = _step_tokens(spec, data)
+    if data and data.longest_row_tokens > data.mean_row_tokens * _LONGER_STEPS:
+        step_tokens = round(step_tokens * _LONGER_STEPS)
+    most = max(longest, min(step_tokens, _MOST_MICRO_BATCH_TOKENS[estimator.hardware.kind]))
     sizes = [longest]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
