@@ -164,15 +164,13 @@ def _attention(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, dtyp
 def _candidates(estimator: Estimator, longest: int, data: DataShape | None) -> Iterator[_Candidate]:
     step_tokens = _step_tokens(estimator.spec, data)
     for num_tokens in _micro_batch_sizes(estimator, longest, data):
-        micro_batch = estimator.micro_batch(num_tokens)
-        for num_recomputed in _recompute_choices(estimator, micro_batch, step_tokens):
-            memory = _memory(estimator, micro_batch, num_recomputed, step_tokens)
-            yield _Candidate(
-                micro_batch=micro_batch,
-                recompute_layers=num_recomputed,
-                memory=memory,
-                work=micro_batch.work(num_recomputed),
-            )
+        micro_batch, num_recomputed = _recompute_choice(estimator, num_tokens, step_tokens)
+        yield _Candidate(
+            micro_batch=micro_batch,
+            recompute_layers=num_recomputed,
+            memory=_memory(estimator, micro_batch, num_recomputed, step_tokens),
+            work=micro_batch.work(num_recomputed),
+        )
 
 
 def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | None) -> list[int]:
@@ -192,19 +190,24 @@ def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | Non
     return sizes
 
 
-def _recompute_choices(estimator: Estimator, micro_batch: MicroBatchEstimate, step_tokens: int) -> list[int]:
-    """The fewest layers that fit, or all of them to say what is missing."""
-    requested = estimator.spec.performance.recompute_layers
+def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -> tuple[MicroBatchEstimate, int]:
+    """The fewest recomputed layers that fit, or all of them to say what is missing.
+
+    Recomputation is simulated only where it is needed: a simulation costs about as much as the import of a library.
+    """
+    requested, num_layers = estimator.spec.performance.recompute_layers, estimator.num_layers
+    if requested != "auto" and requested > num_layers:
+        raise UserError(f"performance.recompute_layers is {requested}, but the model has {num_layers} layers")
+    kept = estimator.micro_batch(num_tokens, recompute=False)
+    if requested == 0 or (requested == "auto" and _memory(estimator, kept, 0, step_tokens).fits):
+        return kept, 0
+    micro_batch = estimator.micro_batch(num_tokens)
     if requested != "auto":
-        if requested > estimator.num_layers:
-            raise UserError(
-                f"performance.recompute_layers is {requested}, but the model has {estimator.num_layers} layers"
-            )
-        return [requested]
-    for num_recomputed in range(estimator.num_layers + 1):
+        return micro_batch, requested
+    for num_recomputed in range(1, num_layers + 1):
         if _memory(estimator, micro_batch, num_recomputed, step_tokens).fits:
-            return [num_recomputed]
-    return [estimator.num_layers]
+            return micro_batch, num_recomputed
+    return micro_batch, num_layers
 
 
 def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recomputed: int, step_tokens: int) -> MemoryPlan:

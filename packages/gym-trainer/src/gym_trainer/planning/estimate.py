@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +52,7 @@ class MicroBatchEstimate:
     memory: LayerMemory
     kept: Work
     """With every layer kept."""
-    recomputation: Work
+    recomputation: Work = field(default_factory=Work)
     """What recomputing one layer adds."""
     num_layers: int
 
@@ -86,7 +86,7 @@ class Simulations:
         self.num_extra = (self.num_layers - short) / (long - short) if long > short else 0.0
         """Patterns beyond the short model; not whole where the layers are no multiple of the pattern."""
         self.models = tuple(_build(spec, config, dtype, length) for length in self.lengths)
-        self._traces: dict[int, tuple[list[Trace], list[Trace]]] = {}
+        self._traces: dict[tuple[int, bool], list[Trace]] = {}
 
     @classmethod
     def of(
@@ -105,15 +105,15 @@ class Simulations:
         short, long = (count(model) for model in self.models)
         return round(short + (long - short) * self.num_extra)
 
-    def traces(self, num_tokens: int) -> tuple[list[Trace], list[Trace]]:
-        """Of the short and the longer model: every layer kept, every layer recomputed."""
-        if num_tokens not in self._traces:
+    def traces(self, num_tokens: int, *, recomputed: bool) -> list[Trace]:
+        """Of the short and the longer model: with every layer kept, or every layer recomputed."""
+        if (num_tokens, recomputed) not in self._traces:
             shape = MicroBatchShape.of(num_tokens, self.document_tokens)
-            pairs = list(zip(self.models, self.lengths, strict=True))
-            kept = [self.trace(model, shape, 0) for model, _ in pairs]
-            recomputed = [self.trace(model, shape, length) for model, length in pairs]
-            self._traces[num_tokens] = kept, recomputed
-        return self._traces[num_tokens]
+            self._traces[num_tokens, recomputed] = [
+                self.trace(model, shape, length if recomputed else 0)
+                for model, length in zip(self.models, self.lengths, strict=True)
+            ]
+        return self._traces[num_tokens, recomputed]
 
     def trace(self, model: nn.Module, shape: MicroBatchShape, num_recomputed: int) -> Trace:
         """One micro-batch of a model of `meta_model`, forward and backward, gradients being there already."""
@@ -193,9 +193,8 @@ class Estimator:
             if isinstance(module, nn.Linear) and not module.weight.requires_grad
         )
 
-    def micro_batch(self, num_tokens: int) -> MicroBatchEstimate:
-        """The estimate for a micro-batch of so many tokens."""
-        kept, recomputed = self.simulations.traces(num_tokens)
+    def micro_batch(self, num_tokens: int, *, recompute: bool = True) -> MicroBatchEstimate:
+        """The estimate for a micro-batch of so many tokens; of recomputed layers too, where asked."""
         short, long = self.simulations.lengths
 
         def per_layer(traces: list[Trace]) -> int:
@@ -203,33 +202,40 @@ class Estimator:
             return int((second - first) / (long - short) if long > short else first / short)
 
         hardware = self.hardware
-        kept_share = recomputed_share = 1.0
         if self.compiled:
-            kept_share, recomputed_share = _COMPILED_KEPT, _COMPILED_RECOMPUTED
             hardware = dataclasses.replace(
                 hardware, bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s / _COMPILED_TRAFFIC
             )
-        kept_bytes = int(per_layer(kept) * kept_share)
-        recomputed_bytes = int(per_layer(kept) * recomputed_share) if self.compiled else per_layer(recomputed)
+        kept = self.simulations.traces(num_tokens, recomputed=False)
         kept_work = [work_of(trace.operations, hardware) for trace in kept]
-        recomputed_work = work_of(recomputed[1].operations, hardware)
-        recomputation = (recomputed_work - kept_work[1]).times(1 / long)
         whole = kept_work[0] + (kept_work[1] - kept_work[0]).times(self.simulations.num_extra)
         if self.compiled:
+            whole = dataclasses.replace(whole, host_s=whole.host_s * _COMPILED_HOST)
+        memory = LayerMemory(
+            kept_base=kept[1].peak_bytes - per_layer(kept) * long,
+            kept_per_layer=int(per_layer(kept) * (_COMPILED_KEPT if self.compiled else 1)),
+        )
+        if not recompute:
+            return MicroBatchEstimate(num_tokens=num_tokens, memory=memory, kept=whole, num_layers=self.num_layers)
+
+        recomputed = self.simulations.traces(num_tokens, recomputed=True)
+        recomputation = (work_of(recomputed[1].operations, hardware) - kept_work[1]).times(1 / long)
+        recomputed_bytes = per_layer(recomputed)
+        if self.compiled:
+            recomputed_bytes = int(per_layer(kept) * _COMPILED_RECOMPUTED)
             recomputation = dataclasses.replace(
                 recomputation.times(_COMPILED_RECOMPUTED_WORK), host_s=recomputation.host_s * _COMPILED_HOST
             )
-            whole = dataclasses.replace(whole, host_s=whole.host_s * _COMPILED_HOST)
         else:
             recomputation = dataclasses.replace(recomputation, host_s=recomputation.host_s * _CHECKPOINT_HOST)
+        memory = dataclasses.replace(
+            memory,
+            recomputed_base=recomputed[1].peak_bytes - per_layer(recomputed) * long,
+            recomputed_per_layer=recomputed_bytes,
+        )
         return MicroBatchEstimate(
             num_tokens=num_tokens,
-            memory=LayerMemory(
-                kept_base=kept[1].peak_bytes - per_layer(kept) * long,
-                kept_per_layer=kept_bytes,
-                recomputed_base=recomputed[1].peak_bytes - per_layer(recomputed) * long,
-                recomputed_per_layer=recomputed_bytes,
-            ),
+            memory=memory,
             kept=whole,
             recomputation=recomputation,
             num_layers=self.num_layers,

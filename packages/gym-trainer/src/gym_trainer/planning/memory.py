@@ -99,9 +99,9 @@ class LayerMemory:
     kept_base: int
     """The peak without layers, when every layer keeps its activations."""
     kept_per_layer: int
-    recomputed_base: int
-    """The same when every layer is recomputed: with one layer's second pass in it."""
-    recomputed_per_layer: int
+    recomputed_base: int = 0
+    """The same when every layer is recomputed: with one layer's second pass in it. 0 where that was not simulated."""
+    recomputed_per_layer: int = 0
 
     def peak(self, num_layers: int, num_recomputed: int, *, late_bytes: int = 0) -> int:
         """The most alive at once in a micro-batch, the first `num_recomputed` layers recomputed.
@@ -113,7 +113,7 @@ class LayerMemory:
         kept = self.kept_per_layer * (num_layers - num_recomputed)
         at_loss = self.kept_base + kept + recomputed if num_recomputed < num_layers else 0
         at_recomputation = self.recomputed_base + recomputed + late_bytes if num_recomputed else 0
-        at_end = min(self.kept_base, self.recomputed_base) + late_bytes
+        at_end = (min(self.kept_base, self.recomputed_base) if num_recomputed else self.kept_base) + late_bytes
         return max(at_loss, at_recomputation, at_end)
 
     def activations(self, num_layers: int, num_recomputed: int) -> int:

@@ -1,0 +1,1 @@
+"""Decoder layers with a frozen base, fused: LoRA's small products inside the large ones, the rest in a few kernels."""

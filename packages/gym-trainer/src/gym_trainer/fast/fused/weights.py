@@ -1,0 +1,144 @@
+"""Linear layers that read the same input as one matrix, with LoRA's A and B as more rows and columns of it.
+
+    M = [[W, B],      W: the frozen weights of all layers, one below the other
+         [A, 0]]      A, B: LoRA's, scaled and in the model's precision, each layer's in its own rows and columns
+
+The output with LoRA's part is one product of `[x | x A^T]` with the first rows of M, and the gradient of the input one
+product of `[dy | dy B]` with its first columns: a few more columns for the large product instead of a product of their
+own for each small one, whose result would be written, read and added.
+
+The layers' own weights become views of M for as long as it lives: nothing is held twice.
+
+Legend: T tokens, I width of the input, O of all outputs together, N columns of LoRA, padded to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
+
+_ALIGNMENT = 64
+"""Columns that a matrix product of the device takes at once, and rows of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One linear layer's place in the matrix."""
+
+    base: nn.Linear
+    rows: slice
+    a: nn.Parameter | None = None
+    b: nn.Parameter | None = None
+    scaling: float = 1.0
+    lora: slice = field(default_factory=lambda: slice(0, 0))
+
+
+class JoinedWeight:
+    """The matrix of linear layers with the same input."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        """`layers`: frozen `nn.Linear`s, or peft's LoRA layers around them (`gym_trainer.fast.lora.why_not_lean`)."""
+        self.parts: list[_Part] = []
+        num_outputs = num_lora = 0
+        for layer in layers:
+            base = _base(layer)
+            rows = slice(num_outputs, num_outputs + base.out_features)
+            num_outputs = rows.stop
+            if isinstance(layer, LoraLinear):
+                name = layer.active_adapters[0]
+                a = cast(nn.Parameter, layer.lora_A[name].weight)
+                b = cast(nn.Parameter, layer.lora_B[name].weight)
+                lora = slice(num_lora, num_lora + a.shape[0])
+                num_lora = lora.stop
+                self.parts.append(_Part(base, rows, a, b, layer.scaling[name], lora))
+            else:
+                self.parts.append(_Part(base, rows))
+        first = self.parts[0].base
+        self.num_inputs, self.num_outputs = first.in_features, num_outputs
+        self.num_lora = -(-num_lora // _ALIGNMENT) * _ALIGNMENT
+        self.matrix = first.weight.new_empty(num_outputs + self.num_lora, self.num_inputs + self.num_lora)
+        self.matrix[num_outputs:].zero_()
+        self.matrix[:, self.num_inputs :].zero_()
+        self.bias_O = self._joined_bias()
+        for part in self.parts:
+            view = self.matrix[part.rows, : self.num_inputs]
+            view.copy_(part.base.weight.data)
+            part.base.weight.data = view
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """A and B of each layer that has them."""
+        return [weight for part in self.parts for weight in (part.a, part.b) if weight is not None]
+
+    @property
+    def lora_a(self) -> torch.Tensor:
+        """[N, I], scaled."""
+        return self.matrix[self.num_outputs :, : self.num_inputs]
+
+    @property
+    def lora_b(self) -> torch.Tensor:
+        """[N, O]: transposed, the columns of M beside the weights."""
+        return self.matrix[: self.num_outputs, self.num_inputs :].T
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over what the optimizer made of A and B."""
+        for part in self.parts:
+            if part.a is not None and part.b is not None:
+                columns = slice(self.num_inputs + part.lora.start, self.num_inputs + part.lora.stop)
+                rows = slice(self.num_outputs + part.lora.start, self.num_outputs + part.lora.stop)
+                self.matrix[rows, : self.num_inputs].copy_(part.a * part.scaling)
+                self.matrix[part.rows, columns].copy_(part.b)
+
+    def input_like(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Room for `[x | x A^T]`, as a whole and in its two parts."""
+        whole = x_TI.new_empty(x_TI.shape[0], self.num_inputs + self.num_lora)
+        return whole, whole[:, : self.num_inputs], whole[:, self.num_inputs :]
+
+    def output_like(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Room for `[dy | dy B]`, as a whole and in its two parts."""
+        whole = x_TI.new_empty(x_TI.shape[0], self.num_outputs + self.num_lora)
+        return whole, whole[:, : self.num_outputs], whole[:, self.num_outputs :]
+
+    def forward(self, whole_TI: torch.Tensor, out_TO: torch.Tensor | None = None) -> torch.Tensor:
+        """The layers' outputs side by side, from `[x | x A^T]`."""
+        weight = self.matrix[: self.num_outputs].T
+        if self.bias_O is not None:
+            return torch.addmm(self.bias_O, whole_TI, weight, out=out_TO)
+        return torch.mm(whole_TI, weight, out=out_TO)
+
+    def backward(self, whole_TO: torch.Tensor) -> torch.Tensor:
+        """The gradient of the input [T, I], from `[dy | dy B]`."""
+        return torch.mm(whole_TO, self.matrix[:, : self.num_inputs])
+
+    def gradients(self, a_NI: torch.Tensor | None, b_NO: torch.Tensor | None) -> list[torch.Tensor]:
+        """Those of `trained`, out of the gradients of all A and all B."""
+        gradients: list[torch.Tensor] = []
+        for part in self.parts:
+            if part.a is not None and part.b is not None:
+                assert a_NI is not None
+                assert b_NO is not None
+                gradients.append((a_NI[part.lora] * part.scaling).to(part.a.dtype))
+                gradients.append(b_NO[part.lora, part.rows].T.to(part.b.dtype))
+        return gradients
+
+    def release(self) -> None:
+        """Give the layers weights of their own again."""
+        for part in self.parts:
+            part.base.weight.data = part.base.weight.data.clone(memory_format=torch.contiguous_format)
+
+    def _joined_bias(self) -> torch.Tensor | None:
+        biases = [part.base.bias for part in self.parts]
+        if all(bias is None for bias in biases):
+            return None
+        first = self.parts[0].base.weight
+        zeros = (first.new_zeros(part.base.out_features) for part in self.parts)
+        return torch.cat([zero if bias is None else bias.data for zero, bias in zip(zeros, biases, strict=True)])
+
+
+def _base(layer: nn.Module) -> nn.Linear:
+    return cast(nn.Linear, layer.get_base_layer() if isinstance(layer, LoraLinear) else layer)
