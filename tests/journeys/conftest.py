@@ -9,7 +9,8 @@ import pytest
 from journey import Gym, Trained, run_gym
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parents[1] / "packages/gym-serve/tests"):
+PACKAGES = HERE.parents[1] / "packages"
+for folder in (HERE, PACKAGES / "gym-serve/tests", PACKAGES / "gym-trainer/tests/experience"):
     sys.path.insert(0, str(folder))
 
 

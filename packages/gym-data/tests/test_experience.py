@@ -19,6 +19,7 @@ from gym_data.experience import (
     read_library,
     write_library,
 )
+from gym_data.formats.openai import messages_from_openai
 from gym_sdk.errors import DataError
 
 UNITS = Experience(name="Check units", text="Convert both sides to one unit before dividing.")
@@ -59,13 +60,49 @@ def test_the_user_placement_follows_the_last_question() -> None:
     chat = [QUESTION, {"role": "assistant", "content": "4"}, {"role": "user", "content": "And 3 + 3?"}]
     assert library.place(chat) == [*chat[:2], {"role": "user", "content": f"And 3 + 3?\n\n{added}"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Look"}]}]
-    assert library.place(parts)[0]["content"] == [{"type": "text", "text": "Look"}, {"type": "text", "text": added}]
+    assert library.place(parts)[0]["content"] == [{"type": "text", "text": f"Look\n\n{added}"}]
+    picture = {"type": "image_url", "image_url": {"url": "a.png"}}
+    placed = library.place([{"role": "user", "content": [picture]}])
+    assert placed[0]["content"] == [picture, {"type": "text", "text": added}]
     with pytest.raises(ValueError, match="user message"):
         library.place([{"role": "system", "content": "x"}])
 
 
+text_parts = st.lists(
+    st.one_of(
+        st.builds(lambda text: {"type": "text", "text": text}, st.text(max_size=8)),
+        st.just({"type": "image_url", "image_url": {"url": "a.png"}}),
+    ),
+    max_size=3,
+)
+chats = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "developer", "user", "assistant"]),
+            "content": st.one_of(st.text(max_size=8), text_parts),
+        }
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(chats, st.sampled_from(["system", "user"]))
+def test_placing_before_and_after_the_conversion_are_one(chat: list[dict[str, object]], placement: str) -> None:
+    library = ExperienceLibrary(items=(UNITS, SIGNS), placement=placement)  # type: ignore[arg-type]
+    messages, _ = messages_from_openai(chat)
+    if placement == "user" and not any(message["role"] == "user" for message in chat):
+        with pytest.raises(ValueError, match="user message"):
+            library.place_messages(messages)
+        return
+    assert library.place_messages(messages) == messages_from_openai(library.place(chat))[0]
+
+
 def test_an_empty_library_changes_nothing() -> None:
     assert ExperienceLibrary().place([QUESTION]) == [QUESTION]
+    assert (
+        ExperienceLibrary().place_messages(messages_from_openai([QUESTION])[0]) == messages_from_openai([QUESTION])[0]
+    )
     assert ExperienceLibrary().render() == ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +84,20 @@ def all_methods() -> Iterator[tuple[str, str, Message, bool]]:
         for method in pool.FindServiceByName(f"gym.v1.{service}").methods:
             request = message_factory.GetMessageClass(method.input_type)()
             yield service, method.name, request, method.server_streaming
+
+
+def chat_input(model: str, chat: Sequence[Mapping[str, str]]) -> inference_pb2.ChatCompletionInput:
+    """A chat of texts, in the schema's words."""
+    return inference_pb2.ChatCompletionInput(
+        model=model,
+        messages=[
+            inference_pb2.ChatMessage(
+                role=inference_pb2.ChatRole.Value(f"CHAT_ROLE_{turn['role'].upper()}"),
+                parts=[inference_pb2.ContentPart(text=turn["content"])],
+            )
+            for turn in chat
+        ],
+    )
 
 
 def details(error: grpc.RpcError) -> tuple[str, error_details_pb2.ErrorInfo, list[tuple[str, str]]]:

@@ -1,17 +1,19 @@
 """An engine for tests of the daemon: no weights, one token of text a step for every request, and told what to do.
 
 The prompt's text may hold directives: `say:WORD` answers WORD (else: the adapter's own word, else `base`), `tokens:N`
-answers N words `0 1 2 ...`, `crash` fails the whole engine, `hang` never ends. Tokens are the bytes of a byte-level
-tokenizer (see `model_folder`).
+answers N words `0 1 2 ...`, `digest` answers `prompt_digest` of the prompt's ids, `crash` fails the whole engine,
+`hang` never ends. Tokens are the bytes of a byte-level tokenizer (see `model_folder`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gym_data import Tokenizer
@@ -20,15 +22,20 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
-    PromptTooLong,
     RequestRefused,
     Token,
     TokenStream,
+    check_request,
 )
 from gym_serve.models import ResolvedModel
 from gym_serve.settings import EngineSettings
 
 STEP_S = float(os.environ.get("STAND_IN_STEP_S", "0.002"))
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Short text that stands for a prompt's ids."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
 def start(model: ResolvedModel, settings: EngineSettings) -> StandInEngine:
@@ -58,8 +65,7 @@ class StandInEngine:
         return frozenset(self._words)
 
     def submit(self, request: GenerationRequest) -> TokenStream:
-        if len(request.prompt_ids) >= self.context_length:
-            raise PromptTooLong(len(request.prompt_ids), self.context_length)
+        check_request(request, context_length=self.context_length, vocab_size=self.vocab_size)
         if request.adapter is not None and request.adapter not in self._words:
             raise RequestRefused(f"no adapter {request.adapter} is loaded")
         if self._failed:
@@ -78,6 +84,8 @@ class StandInEngine:
         word = "base" if request.adapter is None else self._words[request.adapter]
         if match := re.search(r"tokens:(\d+)", text):
             answer = [self._tokenizer.encode("x")[0]] * int(match.group(1))
+        elif "digest" in text:
+            answer = self._tokenizer.encode(prompt_digest(request.prompt_ids))
         elif "hang" in text:
             answer = [self._tokenizer.encode("x")[0]] * 100_000
         else:

@@ -6,6 +6,7 @@ workers              starts a worker with a session of its own, which starts ano
 stubborn             the same, and ignores SIGTERM
 fails                exits with 1 and a message
 mistaken             exits with 2 and a message
+learns               succeeds with a library of experiences
 dies-once            kills itself after two steps; the resumed run succeeds
 """
 
@@ -19,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from gym_data.experience import LIBRARY_FILE, MANIFEST_FILE, Experience, ExperienceLibrary, write_library
 from gym_sdk.events import EventWriter, RunState
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import dump_yaml, load_spec
@@ -59,6 +61,15 @@ def play(name: str, run: RunDir, events: EventWriter, resumed: bool) -> int:
     if name == "mistaken":
         print("error: rank is larger than the layer", file=sys.stderr)
         return 2
+    if name == "learns":
+        folder = run.experience_dir
+        folder.mkdir()
+        lesson = Experience(name="Check units", text="Convert both sides to one unit first.")
+        write_library(ExperienceLibrary(items=(lesson,)), folder / LIBRARY_FILE)
+        (folder / MANIFEST_FILE).write_text("{}", encoding="utf-8")
+        events.artifact("experiences", "experience", 1)
+        events.state(RunState.SUCCEEDED)
+        return 0
     if name in ("workers", "stubborn"):
         if name == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

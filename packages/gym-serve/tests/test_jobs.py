@@ -80,6 +80,9 @@ class Daemon:
     def adapter_folder(self, model_id: str) -> str | None:
         return None
 
+    def experiences_folder(self, model_id: str) -> str | None:
+        return None
+
     async def __aenter__(self) -> Daemon:
         await self.runner.recover()
         return self

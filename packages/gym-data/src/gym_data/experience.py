@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gym_data.record import Message, Part, text_message
 from gym_sdk.errors import DataError, Where
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ DEFAULT_HEADING = (
 )
 MAX_FILE_BYTES = 1_000_000
 _KEYS = ("format", "placement", "heading", "experiences")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +93,36 @@ class ExperienceLibrary:
         text = self.render()
         if not text:
             return placed
+        index = self._index([message.get("role") for message in placed])
+        if index is None:
+            return [{"role": "system", "content": text}, *placed]
+        placed[index]["content"] = _append(placed[index].get("content"), text)
+        return placed
+
+    def place_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The same for messages in the canonical form, which servers hold: converting what `place` gives and placing
+        what was converted are one. Raises ValueError as `place` does."""
+        text = self.render()
+        if not text:
+            return list(messages)
+        index = self._index([message.role for message in messages])
+        if index is None:
+            return [text_message("system", text), *messages]
+        message = messages[index]
+        *before, last = message.parts or (Part("text", ""),)
+        if last.type == "text":
+            parts = (*before, Part("text", _joined(last.text, text)))
+        else:
+            parts = (*message.parts, Part("text", text))
+        return [*messages[:index], replace(message, parts=parts), *messages[index + 1 :]]
+
+    def _index(self, roles: Sequence[object]) -> int | None:
+        """The message that the text is added to; None for a system message of its own, in front."""
         if self.placement == "system":
-            if placed and placed[0].get("role") in ("system", "developer"):
-                placed[0]["content"] = _append(placed[0].get("content"), text)
-            else:
-                placed.insert(0, {"role": "system", "content": text})
-            return placed
-        for message in reversed(placed):
-            if message.get("role") == "user":
-                message["content"] = _append(message.get("content"), text)
-                return placed
+            return 0 if roles and roles[0] in ("system", "developer") else None
+        for index in reversed(range(len(roles))):
+            if roles[index] == "user":
+                return index
         raise ValueError("a library placed in the user message needs a request with a user message")
 
     def without(self, item_id: str) -> ExperienceLibrary:
@@ -256,6 +278,16 @@ class _Reader:
 
 def _append(content: Any, text: str) -> Any:
     """Text at the end of a message's content, a string or a list of typed parts."""
-    if isinstance(content, list):
-        return [*content, {"type": "text", "text": text}]
-    return f"{content}\n\n{text}" if content else text
+    if not isinstance(content, list):
+        return _joined(content, text)
+    parts: list[Any] = content
+    last = parts[-1] if parts else None
+    if isinstance(last, str):
+        return [*parts[:-1], _joined(last, text)]
+    if isinstance(last, dict) and last.get("type") in _TEXT_PARTS:
+        return [*parts[:-1], {**last, "text": _joined(last.get("text"), text)}]
+    return [*parts, {"type": "text", "text": text}]
+
+
+def _joined(before: str | None, text: str) -> str:
+    return f"{before}\n\n{text}" if before else text

@@ -4,7 +4,7 @@ runs/<name>-<id>/
   run.json                       schema version, name, id, time of creation
   spec.yaml  plan.json           the resolved specification; what was chosen and why
   events.jsonl                   one event a line
-  data/  checkpoints/  adapter/ | model/
+  data/  checkpoints/  adapter/ | model/ | experience/
   report.json  report.md  report.html
 """
 
@@ -153,6 +153,11 @@ class RunDir:
     def model_dir(self) -> Path:
         """The final whole model, in Hugging Face layout."""
         return self.path / "model"
+
+    @property
+    def experience_dir(self) -> Path:
+        """The experience library of a training-free run."""
+        return self.path / "experience"
 
     def report_path(self, suffix: str) -> Path:
         """The report: `json`, `md` or `html`."""

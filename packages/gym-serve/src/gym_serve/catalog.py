@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
+from gym_data.experience import LIBRARY_FILE, MANIFEST_FILE, PROVENANCE_FILE, read_library
 from gym_sdk.errors import ModelError
 from gym_serve._database import Database
 from gym_serve.auth import Key
@@ -50,7 +51,7 @@ class Model:
     owner: str
     kind: ModelKind
     base_id: str | None
-    """The base that an adapter or a library belongs to."""
+    """What it stands on: the base of an adapter; the base or adapter that a library stands in front of."""
     source: str
     """Of a base: as the operator named it. Otherwise the folder in the store."""
     revision: str | None = None
@@ -98,18 +99,19 @@ class Catalog:
 
     def base_source(self, model_id: str) -> str | None:
         """The source of a base model, or of the base of an adapter; a base may also be named by its source."""
-        model = self._models.get(self._aliases.get(model_id, model_id))
-        if model is None:
-            bases = (each for each in self._models.values() if each.kind is ModelKind.BASE)
-            model = next((base for base in bases if base.source == model_id), None)
-        if model is not None and model.kind is not ModelKind.BASE and model.base_id is not None:
-            model = self._models.get(model.base_id)
-        return model.source if model is not None and model.kind is ModelKind.BASE else None
+        model = self._named(model_id)
+        base = self._models.get(self.base_id_of(model)) if model is not None else None
+        return base.source if base is not None else None
 
     def adapter_folder(self, model_id: str) -> str | None:
         """The folder of an adapter."""
         model = self._models.get(self._aliases.get(model_id, model_id))
         return model.source if model is not None and model.kind is ModelKind.ADAPTER else None
+
+    def experiences_folder(self, model_id: str) -> str | None:
+        """The folder of an experience library."""
+        model = self._models.get(self._aliases.get(model_id, model_id))
+        return model.source if model is not None and model.kind is ModelKind.EXPERIENCES else None
 
     # What everyone asks.
 
@@ -126,9 +128,28 @@ class Catalog:
         """Whether there is a model of this id."""
         return model_id in self._models
 
+    def find(self, owner: str, name: str) -> Model | None:
+        """A model by id, alias or, of a base, source, if it is this owner's or everyone's."""
+        model = self._named(name)
+        return model if model is not None and model.owner in (owner, EVERYONE) else None
+
+    def stands_on(self, model: Model) -> Model:
+        """What an adapter or a library stands on."""
+        assert model.base_id is not None
+        return self._models[model.base_id]
+
     def base_of(self, model: Model) -> Model:
         """The base that a model runs on; a base's is itself."""
-        return self._models[model.base_id] if model.base_id is not None else model
+        return self._models[self.base_id_of(model)]
+
+    def base_id_of(self, model: Model) -> str:
+        """The id of the base that a model runs on, also for one that was removed a moment ago."""
+        while model.base_id is not None:
+            below = self._models.get(model.base_id)
+            if below is None:
+                return model.base_id
+            model = below
+        return model.id
 
     def all(self, key: Key, *, kind: ModelKind | None = None, base_id: str | None = None) -> list[Model]:
         """What a key may use: bases first, then the newest first."""
@@ -177,11 +198,46 @@ class Catalog:
         Raises `ModelError` for what is no adapter: a pickle, nothing in it, a damaged file.
         """
         content_id, target, size_bytes = await asyncio.to_thread(self._copy_adapter, folder)
-        adapter = Model(
+        return await self._add_version(
+            ModelKind.ADAPTER, content_id, target, size_bytes, base, model_id, owner, job_id, lineage
+        )
+
+    async def add_experiences(
+        self,
+        folder: Path,
+        carrier: Model,
+        *,
+        model_id: str,
+        owner: str,
+        job_id: str | None = None,
+        lineage: dict[str, str] | None = None,
+    ) -> Model:
+        """Copies an experience library into the store, to stand in front of a base or an adapter. As `add_adapter`
+        otherwise. Raises `DataError` for what is no library."""
+        if carrier.kind is ModelKind.EXPERIENCES:
+            raise invalid(f"'{carrier.id}' is a library already; one stands in front of a model", field="base_model_id")
+        content_id, target, size_bytes = await asyncio.to_thread(self._copy_experiences, folder)
+        return await self._add_version(
+            ModelKind.EXPERIENCES, content_id, target, size_bytes, carrier, model_id, owner, job_id, lineage
+        )
+
+    async def _add_version(
+        self,
+        kind: ModelKind,
+        content_id: str,
+        target: Path,
+        size_bytes: int,
+        below: Model,
+        model_id: str,
+        owner: str,
+        job_id: str | None,
+        lineage: dict[str, str] | None,
+    ) -> Model:
+        version = Model(
             id=model_id,
             owner=owner,
-            kind=ModelKind.ADAPTER,
-            base_id=base.id,
+            kind=kind,
+            base_id=below.id,
             source=str(target),
             content_id=content_id,
             size_bytes=size_bytes,
@@ -190,9 +246,9 @@ class Catalog:
             lineage=lineage or {},
         )
         known = self._models.get(model_id)
-        if known is not None and (known.content_id, known.base_id, known.owner) == (content_id, base.id, owner):
+        if known is not None and (known.content_id, known.base_id, known.owner) == (content_id, below.id, owner):
             return known
-        return await self._insert(adapter)
+        return await self._insert(version)
 
     async def add_tuned_base(
         self, folder: Path, *, model_id: str, owner: str, job_id: str, lineage: dict[str, str]
@@ -281,7 +337,8 @@ class Catalog:
                 """INSERT INTO models (id, owner, kind, base_id, source, revision, content_id, size_bytes, created_at,
                        job_id, lineage_json)
                    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-                   ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, base_id = excluded.base_id,
+                   ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, kind = excluded.kind,
+                       base_id = excluded.base_id,
                        source = excluded.source, content_id = excluded.content_id, size_bytes = excluded.size_bytes,
                        created_at = excluded.created_at, job_id = excluded.job_id,
                        lineage_json = excluded.lineage_json""",
@@ -307,6 +364,14 @@ class Catalog:
         content_id = inspect_adapter(folder).content_id
         files = sorted(path for path in folder.iterdir() if _ADAPTER_FILES.fullmatch(path.name) and path.is_file())
         # Beside the weights, the template and the tokenizer decide what the model answers: they are the version too.
+        return self._copy(files, content_id)
+
+    def _copy_experiences(self, folder: Path) -> tuple[str, Path, int]:
+        library = read_library(folder)
+        files = [folder / name for name in (LIBRARY_FILE, MANIFEST_FILE, PROVENANCE_FILE) if (folder / name).is_file()]
+        return self._copy(files, library.sha256)
+
+    def _copy(self, files: list[Path], content_id: str) -> tuple[str, Path, int]:
         digest = hashlib.sha256(content_id.encode())
         for path in files:
             digest.update(f"\0{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -334,6 +399,11 @@ class Catalog:
             )
             draft.rename(target)
         return target, sum(path.stat().st_size for path in target.rglob("*.safetensors"))
+
+    def _named(self, name: str) -> Model | None:
+        """A model by id or alias, or a base by its source."""
+        model = self._models.get(self._aliases.get(name, name))
+        return model or next((base for base in self.bases() if base.source == name), None)
 
     def _shown(self, model: Model) -> Model:
         aliases = tuple(sorted(alias for alias, target in self._aliases.items() if target == model.id))

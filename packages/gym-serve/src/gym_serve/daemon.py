@@ -18,11 +18,12 @@ from typing import IO
 
 import uvicorn
 
+from gym_data.experience import LIBRARY_FILE
 from gym_sdk._proto.gym.v1 import files_pb2, inference_pb2, jobs_pb2, models_pb2, server_pb2
 from gym_sdk.client import local_key_path
 from gym_sdk.errors import GymError, OutputInUse, UserError, Where
 from gym_sdk.rundir import RunDir
-from gym_sdk.spec import SPEC_VERSION, load_spec
+from gym_sdk.spec import SPEC_VERSION, TrainingFreeGrpo, load_spec
 from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.auth import Key, Keyring, ensure_local_key, list_keys, take_environment_keys, write_private
@@ -45,6 +46,7 @@ from gym_serve.http.files import file_routes
 from gym_serve.http.fine_tuning import fine_tuning_routes
 from gym_serve.http.gateway import Gateway
 from gym_serve.http.models import model_routes
+from gym_serve.http.openapi import openapi_routes
 from gym_serve.http.operations import operation_routes
 from gym_serve.jobs.environment import count_gpus
 from gym_serve.jobs.results import JobResults
@@ -132,6 +134,7 @@ class Daemon:
         return Gateway(
             [
                 *operation_routes(self.metrics, self.readiness),
+                *openapi_routes(),
                 *chat_routes(self.generation, self.streams),
                 *completion_routes(self.generation, self.streams),
                 *model_routes(self.catalog, self.serving),
@@ -204,7 +207,14 @@ class Daemon:
         if not (path / "run.json").is_file():
             return await self.catalog.add_base(str(path.absolute()) if path.exists() else source)
         run = RunDir.open(path.absolute())
-        model = (await asyncio.to_thread(load_spec, run.spec_path)).model
+        spec = await asyncio.to_thread(load_spec, run.spec_path)
+        model = spec.model
+        if (run.experience_dir / LIBRARY_FILE).is_file():
+            # The model's name is the endpoint's, which may have been this daemon with another source for it.
+            names = [*([spec.method.student.model] if isinstance(spec.method, TrainingFreeGrpo) else []), model.source]
+            found = next((found for name in names if name and (found := self.catalog.find(EVERYONE, name))), None)
+            base = found or await self.catalog.add_base(model.source, revision=model.revision)
+            return await self.catalog.add_experiences(run.experience_dir, base, model_id=run.path.name, owner=EVERYONE)
         if run.adapter_dir.is_dir():
             base = await self.catalog.add_base(model.source, revision=model.revision)
             return await self.catalog.add_adapter(run.adapter_dir, base, model_id=run.path.name, owner=EVERYONE)

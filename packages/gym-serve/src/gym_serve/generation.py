@@ -140,6 +140,14 @@ class Generation:
                 self._metrics.generated_tokens.inc(stream.usage.completion_tokens)
             ready.release()
 
+    @asynccontextmanager
+    async def deltas(
+        self, call: Call, name: str, request: ChatRequest | CompletionRequest
+    ) -> AsyncIterator[tuple[Answer, AsyncGenerator[Delta]]]:
+        """`open`, with the answer's deltas, which end with the block however it is left."""
+        async with self.open(call, name, request) as answer, aclosing(answer.deltas()) as deltas:
+            yield answer, deltas
+
 
 def _engine_down(error: EngineError) -> ServiceError:
     return ServiceError(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from gym_data.experience import ExperienceLibrary, read_library
 from gym_sdk.errors import GymError, UserError
 from gym_serve.catalog import Catalog, Model, ModelKind
 from gym_serve.engines.base import Engine, EngineError, EngineStats
@@ -100,6 +101,8 @@ class Serving:
         self._starting: dict[str, asyncio.Task[LoadedBase]] = {}
         self._failures: dict[str, tuple[float, GymError]] = {}
         self._adapter_locks: dict[str, asyncio.Lock] = {}
+        self._libraries: dict[str, ExperienceLibrary] = {}
+        """By the version's content id."""
         self._num_replaced = 0
 
     async def use(self, model: Model) -> Ready:
@@ -114,8 +117,11 @@ class Serving:
         try:
             await _until_alive(loaded.engine)
             chat_model = loaded.chat_model
-            if model.kind is ModelKind.ADAPTER:
-                chat_model = await self._adapter(loaded, model)
+            below = self._catalog.stands_on(model) if model.kind is ModelKind.EXPERIENCES else model
+            if below.kind is ModelKind.ADAPTER:
+                chat_model = await self._adapter(loaded, below)
+            if below is not model:
+                chat_model = chat_model.with_experiences(await self._library(model))
             return Ready(model=model, chat_model=chat_model, release=release)
         except BaseException:
             release()
@@ -126,14 +132,16 @@ class Serving:
         (await self.use(model)).release()
 
     async def load_beside(self, model: Model) -> None:
-        """Puts a new adapter into the engine of its base if that runs; otherwise its first request does."""
+        """Puts a new adapter or library before its base, if that is loaded; otherwise its first request does."""
         base = self._catalog.base_of(model)
-        if model.kind is ModelKind.ADAPTER and base.id in self._bases:
+        if model.kind is not ModelKind.BASE and base.id in self._bases:
             await self.load(model)
 
     async def unload(self, model: Model) -> None:
         """Takes a model out of memory. Requests that run on an adapter end first; a base with requests stays."""
-        loaded = self._bases.get(self._catalog_base_id(model))
+        loaded = self._bases.get(self._catalog.base_id_of(model))
+        if model.kind is ModelKind.EXPERIENCES and model.content_id is not None:
+            self._libraries.pop(model.content_id, None)
         if loaded is None:
             return
         if model.kind is ModelKind.BASE:
@@ -146,7 +154,9 @@ class Serving:
 
     def presence(self, model: Model) -> tuple[Presence, str]:
         """Where a model is, and why where it failed."""
-        base_id = self._catalog_base_id(model)
+        if model.kind is ModelKind.EXPERIENCES:
+            return self.presence(self._catalog.stands_on(model))
+        base_id = self._catalog.base_id_of(model)
         if base_id in self._starting:
             return Presence.LOADING, ""
         loaded = self._bases.get(base_id)
@@ -159,7 +169,7 @@ class Serving:
 
     def context_length(self, model: Model) -> int:
         """The most tokens of a prompt and its answer; 0 where it is not known before loading."""
-        loaded = self._bases.get(self._catalog_base_id(model))
+        loaded = self._bases.get(self._catalog.base_id_of(model))
         return loaded.engine.context_length if loaded else 0
 
     def stats(self) -> EngineStats:
@@ -175,7 +185,7 @@ class Serving:
 
     async def failed(self, ready: Ready, error: EngineError) -> None:
         """An engine failed under a request: it is dropped, and the next request starts it anew."""
-        loaded = self._bases.get(self._catalog_base_id(ready.model))
+        loaded = self._bases.get(self._catalog.base_id_of(ready.model))
         if loaded is None or loaded.engine is not ready.chat_model.engine:
             return
         logger.error("engine of %s failed: %s", loaded.base.id, error.message)
@@ -257,14 +267,17 @@ class Serving:
                 loaded.adapters[model.content_id] = await asyncio.to_thread(load)
             return loaded.adapters[model.content_id]
 
+    async def _library(self, model: Model) -> ExperienceLibrary:
+        assert model.content_id is not None
+        if model.content_id not in self._libraries:
+            self._libraries[model.content_id] = await asyncio.to_thread(read_library, model.folder)
+        return self._libraries[model.content_id]
+
     async def _close(self, loaded: LoadedBase) -> None:
         if self._bases.get(loaded.base.id) is loaded:
             del self._bases[loaded.base.id]
         await asyncio.to_thread(loaded.engine.close)
         logger.info("unloaded %s", loaded.base.id)
-
-    def _catalog_base_id(self, model: Model) -> str:
-        return model.base_id or model.id
 
 
 async def _until_alive(engine: Engine) -> None:

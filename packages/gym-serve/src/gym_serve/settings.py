@@ -149,8 +149,8 @@ class EngineSettings(Section):
     """`[engine]`: what generates."""
 
     kind: str = "transformers"
-    """The engine: `transformers` (in a process of its own, on a CPU or one GPU), or another name registered under
-    the entry point `gym.engines`."""
+    """The engine: `transformers` (in a process of its own, on a CPU or one GPU), `vllm` (a vLLM server in an
+    environment of its own, see the fields below), or another name registered under the entry point `gym.engines`."""
 
     model: str = ""
     """The base model, or a run directory, that is served from the start; none when empty."""
@@ -172,6 +172,30 @@ class EngineSettings(Section):
 
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Processor threads of the engine; 0 leaves the choice to torch."""
+
+    vllm_url: str = ""
+    """The address of a vLLM server that runs already, such as `http://127.0.0.1:8100`; it must serve `model`, and load
+    adapters (`--enable-lora`, `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) from this data directory. When empty, the daemon
+    starts one with `vllm_command`."""
+
+    vllm_api_key_env: str = ""
+    """The environment variable that holds the key of the server at `vllm_url`, if it asks for one."""
+
+    vllm_command: Annotated[list[str], Field(min_length=1)] = ["vllm"]
+    """The `vllm` command to start a server with, such as `["/opt/vllm/bin/vllm"]`: vLLM pins versions of its own, so
+    it is installed apart."""
+
+    vllm_arguments: list[str] = []
+    """Further arguments of `vllm serve`, such as `["--max-model-len", "8192"]`."""
+
+    vllm_max_adapters: Annotated[int, Field(ge=1)] = 8
+    """Adapters that may take part in one batch of a started server."""
+
+    vllm_max_adapter_rank: Annotated[int, Field(ge=1)] = 64
+    """The largest rank of an adapter that a started server takes."""
+
+    vllm_start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """How long vLLM may take to load the model; large ones take many minutes."""
 
 
 class LogSettings(Section):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from gym_sdk.cli import console
+
+T = TypeVar("T")
 
 
 def out_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
@@ -21,6 +23,14 @@ def out_table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, empty
     widths = [max(len(row[column]) for row in [list(headers), *texts]) for column in range(len(headers))]
     for row in [list(headers), *texts]:
         console.out("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def out_list(items: Sequence[T], columns: Mapping[str, Callable[[T], object]], *, as_json: bool, empty: str) -> None:
+    """Snapshots as a table of these columns (heading, and what of an item stands there), or as JSON."""
+    if as_json:
+        console.out_json(plain(items))
+        return
+    out_table(list(columns), ([cell(item) for cell in columns.values()] for item in items), empty=empty)
 
 
 def out_fields(fields: Mapping[str, object]) -> None:

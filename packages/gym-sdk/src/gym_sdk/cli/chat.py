@@ -20,7 +20,7 @@ from gym_sdk.cli._connection import Connection, ConnectionOptions
 from gym_sdk.client import Gym
 from gym_sdk.errors import GymError, UserError
 
-__all__ = ["ChatBackend", "chat"]
+__all__ = ["ChatBackend", "OpenAIBackend", "chat"]
 
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends, Ctrl-C ends an answer"
 

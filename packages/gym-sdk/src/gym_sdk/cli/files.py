@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cyclopts import App
 
 from gym_sdk.cli import console
 from gym_sdk.cli._connection import AsJson, ConnectionOptions, connect
-from gym_sdk.cli._table import age, local_time, out_fields, out_table, plain
+from gym_sdk.cli._table import age, local_time, out_fields, out_list, plain
 from gym_sdk.client._transfer import file_size
 from gym_sdk.client.types import FileInfo, FilePurpose
 from gym_sdk.errors import UserError
@@ -71,14 +73,16 @@ def list_files(
     """
     with connect(connection) as gym:
         files = list(gym.files.list(purpose=purpose, limit=limit))
-    if as_json:
-        console.out_json(plain(files))
-        return
-    rows = [
-        (file.id, file.filename, file.purpose or "?", console.format_size(file.size_bytes), age(file.create_time))
-        for file in files
-    ]
-    out_table(("ID", "NAME", "PURPOSE", "SIZE", "AGE"), rows, empty="no files; `gym files upload PATH` sends one")
+    out_list(files, _COLUMNS, as_json=as_json, empty="no files; `gym files upload PATH` sends one")
+
+
+_COLUMNS: dict[str, Callable[[FileInfo], object]] = {
+    "ID": lambda file: file.id,
+    "NAME": lambda file: file.filename,
+    "PURPOSE": lambda file: file.purpose or "?",
+    "SIZE": lambda file: console.format_size(file.size_bytes),
+    "AGE": lambda file: age(file.create_time),
+}
 
 
 @app.command

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from gym_sdk.cli import console
 from gym_sdk.cli._connection import AsJson, ConnectionOptions, connect
-from gym_sdk.cli._table import age, local_time, out_fields, out_table, plain
+from gym_sdk.cli._table import age, local_time, out_fields, out_list, plain
 from gym_sdk.client import Gym
 from gym_sdk.client._progress import OnProgress
 from gym_sdk.client._sync.jobs import Job
@@ -114,13 +115,7 @@ def list_jobs(
     labels = dict(_label(text) for text in label or [])
     with connect(connection) as gym:
         jobs = list(gym.jobs.list(states=state or (), labels=labels, all_owners=everyone, limit=limit))
-    if as_json:
-        console.out_json(plain(jobs))
-        return
-    rows = [(job.id, job.name, job.state or "?", _steps(job), _loss(job), age(job.create_time)) for job in jobs]
-    out_table(
-        ("ID", "NAME", "STATE", "STEPS", "LOSS", "AGE"), rows, empty="no jobs; `gym jobs submit run.yaml` makes one"
-    )
+    out_list(jobs, _COLUMNS, as_json=as_json, empty="no jobs; `gym jobs submit run.yaml` makes one")
 
 
 def _steps(job: Job) -> str:
@@ -131,6 +126,16 @@ def _steps(job: Job) -> str:
 def _loss(job: Job) -> str:
     loss = job.progress.metrics.get("loss")
     return "" if loss is None else f"{loss:.4g}"
+
+
+_COLUMNS: dict[str, Callable[[Job], object]] = {
+    "ID": lambda job: job.id,
+    "NAME": lambda job: job.name,
+    "STATE": lambda job: job.state or "?",
+    "STEPS": _steps,
+    "LOSS": _loss,
+    "AGE": lambda job: age(job.create_time),
+}
 
 
 @app.command
@@ -294,7 +299,7 @@ def download(
     folder: str | None = None,
     /,
     *,
-    kind: str = "adapter",
+    kind: str | None = None,
     connection: ConnectionOptions = None,
 ) -> None:
     """Fetch what a job has made. Prints the folder. Goes on where an earlier download broke off.
@@ -306,10 +311,13 @@ def download(
     folder
         Where to; `KIND-JOB` in the current folder when left out.
     kind
-        adapter, model, report or experiences.
+        adapter, model, experiences or report; the first of these that the job has made when left out.
     """
     with connect(connection) as gym:
         job = _find(gym, job_id)
+        if kind is None:
+            made = {artifact.kind for artifact in job.artifacts()}
+            kind = next((result for result in ("adapter", "model", "experiences") if result in made), "adapter")
         artifact = job.artifact(kind)
         size_bytes = artifact.describe().size_bytes
         with console.progress(size_bytes, "bytes", f"{kind} of {job.id}") as progress:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from gym_sdk.cli import console
 from gym_sdk.cli._connection import AsJson, ConnectionOptions, connect
-from gym_sdk.cli._table import age, out_table, plain
-from gym_sdk.client.types import KeyQuota, KeyScope
+from gym_sdk.cli._table import age, out_list, plain
+from gym_sdk.client.types import KeyInfo, KeyQuota, KeyScope
 
 app: App = App(name="gym keys", help="API keys of a daemon. Every command needs an admin key.", version_flags=[])
 
@@ -69,13 +70,16 @@ def list_keys(*, as_json: AsJson = False, connection: ConnectionOptions = None) 
     """
     with connect(connection) as gym:
         keys = list(gym.keys.list())
-    if as_json:
-        console.out_json(plain(keys))
-        return
-    rows = [
-        (key.id, key.name, key.scope or "?", "revoked" if key.revoke_time else "", age(key.create_time)) for key in keys
-    ]
-    out_table(("ID", "NAME", "SCOPE", "", "AGE"), rows, empty="no keys")
+    out_list(keys, _COLUMNS, as_json=as_json, empty="no keys")
+
+
+_COLUMNS: dict[str, Callable[[KeyInfo], object]] = {
+    "ID": lambda key: key.id,
+    "NAME": lambda key: key.name,
+    "SCOPE": lambda key: key.scope or "?",
+    "": lambda key: "revoked" if key.revoke_time else "",
+    "AGE": lambda key: age(key.create_time),
+}
 
 
 @app.command

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from cyclopts import App
 
 from gym_sdk.cli import console
 from gym_sdk.cli._connection import AsJson, ConnectionOptions, connect
-from gym_sdk.cli._table import age, local_time, out_fields, out_table, plain
+from gym_sdk.cli._table import age, local_time, out_fields, out_list, plain
 from gym_sdk.client.types import FilePurpose, ModelInfo, ModelKind
 from gym_sdk.errors import UserError, Where
 
@@ -39,21 +40,17 @@ def list_models(
     """
     with connect(connection) as gym:
         models = list(gym.models.list(kind=kind, base_model_id=base, limit=limit))
-    if as_json:
-        console.out_json(plain(models))
-        return
-    rows = [
-        (
-            model.id,
-            model.kind or "?",
-            model.state or "?",
-            model.base_model_id or model.source,
-            ", ".join(model.aliases),
-            age(model.create_time),
-        )
-        for model in models
-    ]
-    out_table(("ID", "KIND", "STATE", "BASE", "ALIASES", "AGE"), rows, empty="no models")
+    out_list(models, _COLUMNS, as_json=as_json, empty="no models")
+
+
+_COLUMNS: dict[str, Callable[[ModelInfo], object]] = {
+    "ID": lambda model: model.id,
+    "KIND": lambda model: model.kind or "?",
+    "STATE": lambda model: model.state or "?",
+    "BASE": lambda model: model.base_model_id or model.source,
+    "ALIASES": lambda model: ", ".join(model.aliases),
+    "AGE": lambda model: age(model.create_time),
+}
 
 
 @app.command
@@ -110,10 +107,10 @@ def add(
     Parameters
     ----------
     source
-        A hub id or package:module/file.gguf for a base (needs an admin key); a folder on this machine with an adapter
-        in Hugging Face layout, together with --base.
+        A hub id or package:module/file.gguf for a base (needs an admin key). With --base, on this machine: a folder
+        with an adapter in Hugging Face layout, or a library of experiences (library.yaml or its folder).
     base
-        The base that the adapter belongs to.
+        The base that the adapter belongs to; the base or adapter that the library stands in front of.
     revision
         Of a hub model: branch, tag or commit.
     name
@@ -124,6 +121,10 @@ def add(
     with connect(connection) as gym:
         if base is None:
             model = gym.models.create_base(source, revision=revision, name=name)
+        elif (library := _library_file(Path(source))) is not None:
+            model = gym.models.create_experiences(
+                base, gym.files.upload(library, FilePurpose.ADAPTER).id, name=name or _run_name(library)
+            )
         else:
             files: dict[str, str] = {}
             for path in _adapter_files(Path(source)):
@@ -134,6 +135,20 @@ def add(
                 files[path.name] = file.id
             model = gym.models.create_adapter(base, files, name=name)
     console.out_json(plain(model)) if as_json else console.out(model.id)
+
+
+def _library_file(path: Path) -> Path | None:
+    """The library that a path names: its file, its folder, or the run that made it."""
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    found = (folder / "library.yaml" for folder in (path, path / "experience"))
+    return next((file for file in found if file.is_file()), None)
+
+
+def _run_name(library: Path) -> str:
+    """The run's name, where the library lies in one."""
+    run = library.parent.parent
+    return run.name if (run / "run.json").is_file() else ""
 
 
 def _adapter_files(folder: Path) -> list[Path]:

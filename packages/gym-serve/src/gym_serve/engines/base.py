@@ -265,7 +265,7 @@ class EngineStats:
 class Engine(Protocol):
     """Runs many requests at once on one base model and its adapters.
 
-    Invariants, which every engine keeps and `tests/engine_contract.py` checks:
+    Invariants, which every engine keeps and `tests/test_engine_contract.py` checks:
 
     - A request's tokens depend on its prompt, adapter, sampling and seed only, never on its neighbours in the batch
       (up to the rounding of a batched sum: with greedy choice and float32, token for token).

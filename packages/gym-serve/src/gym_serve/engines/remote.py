@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,6 +26,7 @@ from gym_sdk.errors import GymError, ModelError
 from gym_serve.engines.base import (
     EngineError,
     EngineStats,
+    Finish,
     GenerationRequest,
     RequestRefused,
     TokenStream,
@@ -67,6 +69,8 @@ class RemoteEngine:
         self._settings = settings
         self._changed = threading.Condition()
         self._streams: dict[str, TokenStream] = {}
+        self._num_tokens: Counter[str] = Counter()
+        """What each open stream has got so far."""
         self._calls: dict[int, Future[str | None]] = {}
         self._next_call = 0
         self._folders: dict[str, Path] = {}
@@ -240,6 +244,9 @@ class RemoteEngine:
             if stream is None:
                 continue
             items = [token_of(token) for token in event.tokens]
+            self._num_tokens[event.id] += len(items)
+            if ended:
+                del self._num_tokens[event.id]
             if event.finish is not None:
                 stream.put([*items, finish_of(event.finish)])
             elif event.failure is not None:
@@ -266,8 +273,10 @@ class RemoteEngine:
         failure = EngineError(f"the engine process {_how_it_ended(process)}", hint="send the request again")
         if not self._closing:
             _logger.error("engine process died requests=%d: %s", len(streams), failure.message)
-        for stream in streams.values():
-            stream.put([failure])
+        counts, self._num_tokens = self._num_tokens, Counter()
+        for name, stream in streams.items():
+            aborted = Finish("abort", len(stream.request.prompt_ids), counts[name])
+            stream.put([aborted if self._closing else failure])
         for call in calls.values():
             call.set_exception(failure)
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from gym_data.record import Message, Part, Role, ToolCall
 from gym_sdk._proto.gym.v1 import inference_pb2 as pb
 from gym_serve.call import Call
 from gym_serve.errors import invalid
-from gym_serve.generation import Generation
+from gym_serve.generation import Answer, Generation
 from gym_serve.grpc.convert import timestamp
 from gym_serve.inference import ChatRequest, CompletionRequest, Delta, Usage
 from gym_serve.inference.answers import TokenLogprob
 from gym_serve.inference.chat import MAX_ANSWERS
 from gym_serve.inference.requests import ResponseFormat
+
+Input = TypeVar("Input", pb.ChatCompletionInput, pb.CompletionInput)
+Piece = TypeVar("Piece", pb.StreamChatCompletionResponse, pb.StreamCompletionResponse)
 
 _ROLES: dict[int, Role] = {
     pb.CHAT_ROLE_SYSTEM: "system",
@@ -57,84 +59,65 @@ class InferenceRpc:
         for choice in choices:
             choice.message.role = pb.CHAT_ROLE_ASSISTANT
         texts = ["" for _ in choices]
-        async with (
-            self._generation.open(call, request.input.model, chat) as answer,
-            aclosing(answer.deltas()) as deltas,
-        ):
+        async with self._generation.deltas(call, request.input.model, chat) as (answer, deltas):
             async for delta in deltas:
                 texts[delta.index] += delta.text
                 _add_to_choice(choices[delta.index], delta)
         for choice, text in zip(choices, texts, strict=True):
             if text:
                 choice.message.parts.add(text=text)
-        return pb.CreateChatCompletionResponse(
-            id=answer.id,
-            model_id=answer.model.id,
-            create_time=timestamp(answer.created_at),
-            choices=choices,
-            usage=_usage(answer.usage),
-        )
+        return pb.CreateChatCompletionResponse(**_head(answer), choices=choices, usage=_usage(answer.usage))
 
-    async def StreamChatCompletion(
+    def StreamChatCompletion(
         self, request: pb.StreamChatCompletionRequest, call: Call
     ) -> AsyncIterator[pb.StreamChatCompletionResponse]:
         """The same in pieces."""
-        async with (
-            self._generation.open(call, request.input.model, chat_request(request.input)) as answer,
-            aclosing(answer.deltas()) as deltas,
-        ):
-            head: dict[str, Any] = {
-                "id": answer.id,
-                "model_id": answer.model.id,
-                "create_time": timestamp(answer.created_at),
-            }
-            async for delta in deltas:
-                yield pb.StreamChatCompletionResponse(**head, choices=[_chat_delta(delta)])
-            yield pb.StreamChatCompletionResponse(**head, usage=_usage(answer.usage))
+        return self._stream(
+            request.input,
+            call,
+            chat_request,
+            lambda head, delta: pb.StreamChatCompletionResponse(**head, choices=[_chat_delta(delta)]),
+            pb.StreamChatCompletionResponse,
+        )
 
     async def CreateCompletion(self, request: pb.CreateCompletionRequest, call: Call) -> pb.CreateCompletionResponse:
         """A text, continued."""
         completion = completion_request(request.input)
         choices = [pb.CompletionChoice(index=i) for i in range(completion.n)]
-        async with (
-            self._generation.open(call, request.input.model, completion) as answer,
-            aclosing(answer.deltas()) as deltas,
-        ):
+        async with self._generation.deltas(call, request.input.model, completion) as (answer, deltas):
             async for delta in deltas:
                 choice = choices[delta.index]
                 choice.text += delta.text
                 choice.finish_reason = _FINISH[delta.finish_reason] or choice.finish_reason
                 choice.logprobs.extend(_logprobs(delta.logprobs))
-        return pb.CreateCompletionResponse(
-            id=answer.id,
-            model_id=answer.model.id,
-            create_time=timestamp(answer.created_at),
-            choices=choices,
-            usage=_usage(answer.usage),
-        )
+        return pb.CreateCompletionResponse(**_head(answer), choices=choices, usage=_usage(answer.usage))
 
-    async def StreamCompletion(
+    def StreamCompletion(
         self, request: pb.StreamCompletionRequest, call: Call
     ) -> AsyncIterator[pb.StreamCompletionResponse]:
         """The same in pieces."""
-        async with (
-            self._generation.open(call, request.input.model, completion_request(request.input)) as answer,
-            aclosing(answer.deltas()) as deltas,
-        ):
-            head: dict[str, Any] = {
-                "id": answer.id,
-                "model_id": answer.model.id,
-                "create_time": timestamp(answer.created_at),
-            }
+        return self._stream(
+            request.input,
+            call,
+            completion_request,
+            lambda head, delta: pb.StreamCompletionResponse(**head, choices=[_completion_delta(delta)]),
+            pb.StreamCompletionResponse,
+        )
+
+    async def _stream(
+        self,
+        given: Input,
+        call: Call,
+        to_request: Callable[[Input], ChatRequest | CompletionRequest],
+        piece: Callable[[dict[str, Any], Delta], Piece],
+        last: Callable[..., Piece],
+    ) -> AsyncIterator[Piece]:
+        """A message for each delta, and a last one with the usage."""
+        async with self._generation.deltas(call, given.model, to_request(given)) as (answer, deltas):
+            head = _head(answer)
             async for delta in deltas:
-                choice = pb.CompletionChoice(
-                    index=delta.index,
-                    text=delta.text,
-                    finish_reason=_FINISH[delta.finish_reason],
-                    logprobs=_logprobs(delta.logprobs),
-                )
-                yield pb.StreamCompletionResponse(**head, choices=[choice])
-            yield pb.StreamCompletionResponse(**head, usage=_usage(answer.usage))
+                yield piece(head, delta)
+            yield last(**head, usage=_usage(answer.usage))
 
     async def TokenizeChat(self, request: pb.TokenizeChatRequest, call: Call) -> pb.TokenizeChatResponse:
         """The prompt as the model would be given it."""
@@ -251,6 +234,10 @@ def _response_format(given: pb.ResponseFormat) -> ResponseFormat:
             return ResponseFormat()
 
 
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": answer.id, "model_id": answer.model.id, "create_time": timestamp(answer.created_at)}
+
+
 def _add_to_choice(choice: pb.ChatChoice, delta: Delta) -> None:
     choice.message.reasoning += delta.reasoning
     for piece in delta.calls:
@@ -275,6 +262,15 @@ def _chat_delta(delta: Delta) -> pb.ChatChoiceDelta:
             )
             for piece in delta.calls
         ],
+        finish_reason=_FINISH[delta.finish_reason],
+        logprobs=_logprobs(delta.logprobs),
+    )
+
+
+def _completion_delta(delta: Delta) -> pb.CompletionChoice:
+    return pb.CompletionChoice(
+        index=delta.index,
+        text=delta.text,
         finish_reason=_FINISH[delta.finish_reason],
         logprobs=_logprobs(delta.logprobs),
     )

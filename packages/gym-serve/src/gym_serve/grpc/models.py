@@ -7,7 +7,9 @@ import logging
 import tempfile
 from pathlib import Path
 
+from gym_data.experience import LIBRARY_FILE
 from gym_sdk._proto.gym.v1 import models_pb2 as pb
+from gym_sdk.errors import DataError
 from gym_serve.auth import require_admin
 from gym_serve.call import Call
 from gym_serve.catalog import EVERYONE, Catalog, Model, ModelKind, check_upload_name
@@ -43,7 +45,7 @@ class ModelRpc:
         self._results = results
 
     async def CreateModel(self, request: pb.CreateModelRequest, call: Call) -> pb.CreateModelResponse:
-        """Registers a base, a job's result or an uploaded adapter."""
+        """Registers a base, a job's result, or an uploaded adapter or library."""
         match request.WhichOneof("source"):
             case "base":
                 require_admin(call.key)
@@ -57,8 +59,10 @@ class ModelRpc:
                 model = await self._from_job(request.job, call)
             case "adapter":
                 model = await self._from_files(request.adapter, request.name, call)
+            case "experiences":
+                model = await self._from_library(request.experiences, request.name, call)
             case _:
-                raise invalid("one of base, job and adapter must be given", field="source")
+                raise invalid("one of base, job, adapter and experiences must be given", field="source")
         return pb.CreateModelResponse(model=self._message(model))
 
     async def GetModel(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
@@ -143,6 +147,22 @@ class ModelRpc:
             await self._catalog.discard(model)
             raise
         return model
+
+    async def _from_library(self, source: pb.ExperiencesSource, name: str, call: Call) -> Model:
+        carrier = self._catalog.get(call.key, source.base_model_id)
+        file = await self._files.file(call.key, source.file_id)
+        with tempfile.TemporaryDirectory() as folder:
+            await asyncio.to_thread(self._files.place, file, Path(folder) / LIBRARY_FILE)
+            try:
+                return await self._catalog.add_experiences(
+                    Path(folder),
+                    carrier,
+                    model_id=self._catalog.free_id(name or f"{self._catalog.base_of(carrier).id}-experiences"),
+                    owner=call.key.id,
+                )
+            except DataError as error:
+                line = f"{file.filename}:{error.where.line}" if error.where and error.where.line else file.filename
+                raise invalid(f"{line}: {error.message}", field="experiences.file_id", hint=error.hint) from None
 
     def _message(self, model: Model) -> pb.Model:
         presence, message = self._serving.presence(model)

@@ -86,10 +86,7 @@ class _Choice:
 
 async def _whole(generation: Generation, request: Request, body: ChatBody, chat: ChatRequest) -> dict[str, object]:
     choices = [_Choice() for _ in range(chat.n)]
-    async with (
-        generation.open(call_of(request), body.model, chat) as answer,
-        aclosing(answer.deltas()) as deltas,
-    ):
+    async with generation.deltas(call_of(request), body.model, chat) as (answer, deltas):
         async for delta in deltas:
             choices[delta.index].add(delta)
     return {

@@ -60,10 +60,7 @@ class _Choice:
 async def _whole(generation: Generation, request: Request, body: CompletionBody) -> dict[str, object]:
     async def continue_one(prompt: str | list[int]) -> tuple[Answer, list[_Choice]]:
         choices = [_Choice() for _ in range(body.n or 1)]
-        async with (
-            generation.open(call_of(request), body.model, body.to_request(prompt)) as answer,
-            aclosing(answer.deltas()) as deltas,
-        ):
+        async with generation.deltas(call_of(request), body.model, body.to_request(prompt)) as (answer, deltas):
             async for delta in deltas:
                 choice = choices[delta.index]
                 choice.text += delta.text

@@ -18,6 +18,7 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "seed"),
 )
 Stop = Annotated[str, Field(max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class StreamOptions(BaseModel):
@@ -191,7 +192,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None

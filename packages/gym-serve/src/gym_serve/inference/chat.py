@@ -7,6 +7,7 @@ its base.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_data import ChatRenderer, Tokenizer
+from gym_data.experience import ExperienceLibrary
 from gym_sdk.errors import DataError
 from gym_serve.engines.base import Engine, GenerationRequest, PromptTooLong, RequestRefused, SamplingParams
 from gym_serve.inference.answers import AnswerStream, Delta, ReaderSettings, Usage
@@ -37,6 +39,8 @@ class ChatModel:
         """`folder` is the base model's; `adapter` the content id of one loaded in the engine, from `adapter_folder`."""
         self.engine: Engine = engine
         self.adapter: str | None = adapter
+        self.experiences: ExperienceLibrary | None = None
+        """Lessons that stand in front of every chat."""
         folders = [folder] if adapter_folder is None else [adapter_folder, folder]
         self.tokenizer: Tokenizer = Tokenizer.from_folder(
             next((f for f in folders if (f / "tokenizer.json").is_file()), folder)
@@ -58,6 +62,12 @@ class ChatModel:
         self._family: Family | None = family_of(template + (self.tokenizer.chat_templates.get("tool_use") or ""))
         self._thinks = "<think>" in template or "</think>" in template
 
+    def with_experiences(self, library: ExperienceLibrary) -> ChatModel:
+        """The same model behind a library of experiences."""
+        behind = copy.copy(self)
+        behind.experiences = library
+        return behind
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
@@ -68,8 +78,8 @@ class ChatModel:
         """The prompt's ids, exactly as they would be given to the model.
 
         Raises:
-            RequestRefused: the template cannot render the chat (an unknown role, a tool without a place), or there is
-                no template.
+            RequestRefused: the template cannot render the chat (an unknown role, a tool without a place), there is
+                no template, or the library of experiences has no place in the chat.
         """
         if self._renderer is None:
             raise RequestRefused(
@@ -78,9 +88,15 @@ class ChatModel:
         uses_tools = request.tools_json is not None and request.tool_choice != "none"
         if uses_tools and self._family is None:
             raise RequestRefused("this model's chat template has no place for tools")
+        messages = request.messages
+        if self.experiences is not None:
+            try:
+                messages = self.experiences.place_messages(messages)
+            except ValueError as error:
+                raise RequestRefused(str(error)) from None
         try:
             return self._renderer.encode_prompt(
-                request.messages, request.tools_json if uses_tools else None, **request.template_variables
+                messages, request.tools_json if uses_tools else None, **request.template_variables
             )
         except DataError as error:
             raise RequestRefused(error.message, hint=error.hint) from error
@@ -110,7 +126,10 @@ class ChatModel:
         return AnswerStream(self._submit(ids, request, grammar), settings)
 
     def complete(self, request: CompletionRequest) -> AnswerStream:
-        """Start continuing a text. Raises RequestRefused as `chat` does."""
+        """Start continuing a text. Raises RequestRefused as `chat` does, and for a library of experiences, whose place
+        is in a chat."""
+        if self.experiences is not None:
+            raise RequestRefused("a library of experiences has its place in chats", hint="use chat completions")
         if isinstance(request.prompt, str):
             ids = self.tokenizer.encode(request.prompt)
             if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from gym_data.record import Message, text_message
 from gym_sdk.cli import console
+from gym_sdk.cli.chat import ChatBackend
 from gym_sdk.errors import ModelError
+from gym_serve.inference.experience_chat import open_experience_chat
 from gym_serve.models.load import load_model
 from gym_serve.models.target import ServeTarget, open_target
 
@@ -17,13 +19,16 @@ if TYPE_CHECKING:
     from gym_serve.inference.chat import ChatModel
 
 
-def open_chat(target: str) -> LocalChat:
-    """Load what `target` names (see `gym_serve.models.target`) and return something to talk to.
+def open_chat(target: str) -> ChatBackend:
+    """Load what `target` names (see `gym_serve.models.target`) and return something to talk to. A run of training-free
+    GRPO is asked where its model answers (see `gym_serve.inference.experience_chat`).
 
     Raises:
         ModelError: there is nothing to load, or it cannot be loaded.
         MissingExtra: torch is not installed.
     """
+    if (elsewhere := open_experience_chat(target)) is not None:
+        return elsewhere
     with ConsoleProgress() as progress:
         found = open_target(target, on_progress=progress)
     console.err(f"loading {found.name}")
@@ -77,7 +82,8 @@ def _load(target: ServeTarget) -> ChatModel:
 
     engine = TransformersEngine(model, max_slots=1)
     try:
-        return ChatModel(engine, target.base.folder, adapter_folder=target.adapter)
+        chat_model = ChatModel(engine, target.base.folder, adapter_folder=target.adapter)
+        return chat_model if target.experiences is None else chat_model.with_experiences(target.experiences)
     except BaseException:
         engine.close()
         raise

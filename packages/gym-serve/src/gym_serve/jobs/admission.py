@@ -36,6 +36,10 @@ class ModelLookup(Protocol):
         """The folder of an adapter."""
         ...
 
+    def experiences_folder(self, model_id: str) -> str | None:
+        """The folder of an experience library."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
@@ -66,9 +70,17 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
                 )
             else:
                 file_ids.append(file_id)
+        elif path == "model.source" and spec.method.kind == "training_free_grpo":
+            continue  # no weights are read: it is a name that an endpoint knows
         elif path == "model.source":
             source = models.base_source(value)
-            if source is not None:
+            if models.experiences_folder(value) is not None:
+                refuse(
+                    path,
+                    f"'{value}' is a library of experiences, which has no weights to start from",
+                    "name its base; method.library.initial takes a library",
+                )
+            elif source is not None:
                 changes[path] = source
             elif value not in settings.allowed_models and not (settings.allow_hub_models and _HUB_ID.match(value)):
                 refuse(path, f"'{value}' may not be used here", "gym models list shows what this daemon has")
@@ -76,6 +88,12 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
             folder = models.adapter_folder(value)
             if folder is None:
                 refuse(path, f"'{value}' is no adapter of this daemon", "gym models list shows what this daemon has")
+            else:
+                changes[path] = folder
+        elif path == "method.library.initial":
+            folder = models.experiences_folder(value)
+            if folder is None:
+                refuse(path, f"'{value}' is no library of this daemon", "gym models list shows what this daemon has")
             else:
                 changes[path] = folder
         else:

@@ -26,7 +26,7 @@ class JobState(StrEnum):
     FAILED = "failed"
     """Ended in an error; resuming goes on from the last checkpoint."""
     SUCCEEDED = "succeeded"
-    """Done; its model is registered."""
+    """Done; what it has made is registered."""
 
 
 OUTPUT_FILE = "output.log"
@@ -54,7 +54,7 @@ class Artifact:
     """A file that a job made, kept in the file store."""
 
     kind: str
-    """`adapter`, `model`, `report`, `metrics`."""
+    """`adapter`, `model`, `experiences`, `report`, `metrics`."""
     path: str
     """Below the artifact, with forward slashes."""
     file_id: str

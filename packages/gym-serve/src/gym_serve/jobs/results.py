@@ -10,12 +10,14 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+from gym_data.experience import LIBRARY_FILE
 from gym_sdk.errors import GymError, ModelError
 from gym_sdk.events import MetricEvent, read_events
 from gym_sdk.rundir import RunDir
 from gym_serve._database import Database
-from gym_serve.catalog import Catalog, Model, tuned_name
+from gym_serve.catalog import Catalog, Model, ModelKind, tuned_name
 from gym_serve.files.service import RESULT_PURPOSE, FileService
 from gym_serve.jobs import store
 from gym_serve.jobs.model import Artifact, Job, checkpoint_name
@@ -40,8 +42,9 @@ class JobResults:
         self._catalog = catalog
         self._load = load
 
-    async def register(self, job: Job, run_dir: Path) -> str:
-        """Keeps the run's files, makes its model servable, and returns the model's id."""
+    async def register(self, job: Job, run_dir: Path) -> str | None:
+        """Keeps the run's files, makes its model servable, and returns the model's id; None for a library of
+        experiences whose model is not served here."""
         run = await asyncio.to_thread(RunDir.open, run_dir)
         model = await self.register_model(job, run)
         artifacts = [
@@ -58,13 +61,15 @@ class JobResults:
             )
         )
         await self._database.write(lambda connection: store.set_artifacts(connection, job.id, artifacts))
-        return model.id
+        return model.id if model is not None else None
 
-    async def register_model(self, job: Job, run: RunDir) -> Model:
+    async def register_model(self, job: Job, run: RunDir) -> Model | None:
         """The model of a run, in the catalog and, where its base is loaded, in the engine."""
         spec = json.loads(job.spec_json)
+        if (run.experience_dir / LIBRARY_FILE).is_file():
+            return await self._register_experiences(job, run, spec)
         base = await self._base(spec["model"]["source"], spec["model"]["revision"])
-        model_id = tuned_name(base, str(job.origin.get("suffix") or job.name), job.id.rpartition("-")[2][-8:])
+        model_id = self._tuned_name(base, job)
         lineage = {"spec_sha256": job.spec_sha256}
         if parent := (spec.get("adapter") or {}).get("init_from"):
             lineage["parent_model_id"] = parent
@@ -77,13 +82,38 @@ class JobResults:
                 run.model_dir, model_id=model_id, owner=job.owner, job_id=job.id, lineage=lineage
             )
         else:
-            raise ModelError("the run left neither an adapter nor a model")
+            raise ModelError("the run left no adapter, no model and no experiences")
         try:
             await self._load(model)
         except GymError:
             await self._catalog.discard(model)
             raise
         return model
+
+    async def _register_experiences(self, job: Job, run: RunDir, spec: dict[str, Any]) -> Model | None:
+        """A library in front of the model that it was learned with. That model answered at an endpoint, which need not
+        be this daemon: a library is registered only where a model of that name is served here."""
+        method = spec["method"]
+        names = [name for name in (method["student"]["model"], spec["model"]["source"]) if name]
+        carrier = next((found for name in names if (found := self._catalog.find(job.owner, name))), None)
+        if carrier is None or carrier.kind is ModelKind.EXPERIENCES:
+            logger.info("job %s: its library is kept as files; %s is not served here", job.id, " or ".join(names))
+            return None
+        lineage = {"spec_sha256": job.spec_sha256}
+        if parent := method["library"]["initial"]:
+            lineage["parent_model_id"] = parent
+        return await self._catalog.add_experiences(
+            run.experience_dir,
+            carrier,
+            model_id=self._tuned_name(carrier, job),
+            owner=job.owner,
+            job_id=job.id,
+            lineage=lineage,
+        )
+
+    def _tuned_name(self, below: Model, job: Job) -> str:
+        suffix = str(job.origin.get("suffix") or job.name)
+        return tuned_name(self._catalog.base_of(below), suffix, job.id.rpartition("-")[2][-8:])
 
     async def register_checkpoint(self, job: Job, step: int, path: str) -> Model:
         """The adapter in a checkpoint, as a model of its own."""
@@ -117,7 +147,8 @@ class JobResults:
 def _artifact_files(run: RunDir) -> list[tuple[str, Path, Path]]:
     """The files worth keeping, as (kind, file, folder of the artifact)."""
     found: list[tuple[str, Path, Path]] = []
-    for kind, folder in (("adapter", run.adapter_dir), ("model", run.model_dir)):
+    kinds = (("adapter", run.adapter_dir), ("model", run.model_dir), ("experiences", run.experience_dir))
+    for kind, folder in kinds:
         found += [(kind, path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     for suffix in ("json", "md", "html"):
         path = run.report_path(suffix)

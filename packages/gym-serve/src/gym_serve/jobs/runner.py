@@ -52,11 +52,11 @@ class JobRunner:
         num_gpus: int,
         jobs_dir: Path,
         changes: Changes,
-        register_model: Callable[[Job, Path], Awaitable[str]],
+        register_model: Callable[[Job, Path], Awaitable[str | None]],
         metrics: Metrics | None = None,
     ) -> None:
-        """`register_model(job, run_dir)` makes the result servable and returns its id. It may be called again for
-        the same job, and must then give the same id."""
+        """`register_model(job, run_dir)` makes the result servable and returns its id, or None for a result that is
+        none of the daemon's models. It may be called again for the same job, and must then give the same id."""
         self._database = database
         self._launcher = launcher
         self._settings = settings
@@ -234,6 +234,7 @@ class JobRunner:
             await asyncio.to_thread(self._launcher.sweep, attempt.process)
         job = await self._database.read(lambda connection: store.get(connection, job_id))
         model_id: str | None = None
+        registered = False
         failure = Failure(
             message=outcome.describe(),
             exit_code=-outcome.signal if outcome.signal is not None else outcome.exit_code,
@@ -245,6 +246,7 @@ class JobRunner:
             else:
                 try:
                     model_id = await self._register_model(job, run_dir)
+                    registered = True
                 except GymError as error:
                     message = f"the run succeeded, but its model cannot be served: {error.message}"
                     failure = replace(failure, message=message, hint=error.hint or "")
@@ -252,8 +254,9 @@ class JobRunner:
         def transaction(connection: sqlite3.Connection) -> Job:
             job = store.get(connection, job_id)
             store.end_attempt(connection, job_id, outcome.describe())
-            if model_id is not None:
-                return store.move(connection, job_id, JobState.SUCCEEDED, model_id=model_id)
+            if registered:
+                message = "" if model_id else "its files can be downloaded; the model that it is for is not served here"
+                return store.move(connection, job_id, JobState.SUCCEEDED, message=message, model_id=model_id)
             if job.state is JobState.CANCELLING:
                 return store.move(connection, job_id, JobState.CANCELLED)
             if job.state is JobState.PAUSING:

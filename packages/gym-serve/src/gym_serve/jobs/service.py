@@ -74,7 +74,7 @@ class JobService:
         """Checks a specification and puts it into the queue. The same `request_id` gives the same job.
         With `validate_only`, nothing is queued and the answer has no id.
 
-        `num_gpus` is one when there are any and the specification does not ask for the CPU.
+        `num_gpus` is one when there are any, and the specification trains weights and does not ask for the CPU.
         Raises `SpecError` with the command's own messages, and `ServiceError` for quotas and request ids.
         """
         spec = parse_spec(spec_json)
@@ -318,7 +318,8 @@ class JobService:
 
     def _needed_gpus(self, spec: RunSpec, asked: int | None) -> int:
         if asked is None:
-            return 0 if spec.performance.device == "cpu" else min(1, self._num_gpus)
+            computes = spec.method.kind != "training_free_grpo" and spec.performance.device != "cpu"
+            return min(1, self._num_gpus) if computes else 0
         if not 0 <= asked <= self._num_gpus:
             raise invalid(f"{asked} GPUs were asked for; this daemon has {self._num_gpus} for jobs", field="num_gpus")
         return asked

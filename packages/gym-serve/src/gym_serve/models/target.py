@@ -1,10 +1,11 @@
-"""What a user names to be served or talked to: a run, an adapter, or a model."""
+"""What a user names to be served or talked to: a run, an adapter, a library of experiences, or a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from gym_data.experience import LIBRARY_FILE, ExperienceLibrary, read_library
 from gym_sdk.errors import ModelError, UserError
 from gym_sdk.rundir import RunDir
 from gym_serve.models.adapters import CONFIG, inspect_adapter
@@ -14,16 +15,18 @@ from gym_serve.models.resolution import ResolvedModel, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class ServeTarget:
-    """A base model, and perhaps an adapter on it."""
+    """A base model, and perhaps an adapter on it or a library of experiences in front of it."""
 
     name: str
     """For people and as a model id: the run's or folder's name, or the source as given."""
     base: ResolvedModel
     adapter: Path | None = None
+    experiences: ExperienceLibrary | None = None
 
 
 def open_target(target: str, *, on_progress: ProgressCallback | None = None) -> ServeTarget:
-    """Find what `target` names: a run directory (its final adapter or model), an adapter folder, or a model source.
+    """Find what `target` names: a run directory (its final adapter, model or library of experiences), an adapter
+    folder, or a model source.
 
     Raises:
         ModelError: the run has nothing to serve yet, or its base cannot be found; else as `resolve`.
@@ -42,16 +45,22 @@ def open_target(target: str, *, on_progress: ProgressCallback | None = None) -> 
 def _run(run: RunDir, on_progress: ProgressCallback | None) -> ServeTarget:
     if (run.model_dir / "config.json").is_file():
         return ServeTarget(name=run.path.name, base=resolve(str(run.model_dir), on_progress=on_progress))
+    if (run.experience_dir / LIBRARY_FILE).is_file():
+        library = read_library(run.experience_dir)
+        return ServeTarget(name=run.path.name, base=_base_of(run, on_progress), experiences=library)
     if not (run.adapter_dir / CONFIG).is_file():
         raise ModelError(
             f"the run {run.path.name} has no model yet; it is {_state_of(run)}",
             hint=f"finish it with `gym train --resume {run.path}`",
         )
+    return ServeTarget(name=run.path.name, base=_base_of(run, on_progress), adapter=run.adapter_dir)
+
+
+def _base_of(run: RunDir, on_progress: ProgressCallback | None) -> ResolvedModel:
     from gym_sdk.spec import load_spec
 
-    spec = load_spec(run.spec_path)
-    base = resolve(spec.model.source, revision=spec.model.revision, on_progress=on_progress)
-    return ServeTarget(name=run.path.name, base=base, adapter=run.adapter_dir)
+    model = load_spec(run.spec_path).model
+    return resolve(model.source, revision=model.revision, on_progress=on_progress)
 
 
 def _state_of(run: RunDir) -> str:

@@ -60,6 +60,12 @@ class AsyncModels:
         )
         return await self._create(pb.CreateModelRequest(name=name, adapter=adapter))
 
+    async def create_experiences(self, base_model_id: str, file_id: str, *, name: str = "") -> ModelInfo:
+        """Register a library of experiences in front of a base or an adapter. Its `library.yaml` was uploaded with the
+        purpose `adapter`."""
+        experiences = pb.ExperiencesSource(base_model_id=base_model_id, file_id=file_id)
+        return await self._create(pb.CreateModelRequest(name=name, experiences=experiences))
+
     async def _create(self, request: pb.CreateModelRequest) -> ModelInfo:
         request.request_id = uuid.uuid4().hex
         answer = await self._caller.unary(

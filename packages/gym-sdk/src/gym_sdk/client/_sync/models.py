@@ -61,6 +61,12 @@ class Models:
         )
         return self._create(pb.CreateModelRequest(name=name, adapter=adapter))
 
+    def create_experiences(self, base_model_id: str, file_id: str, *, name: str = "") -> ModelInfo:
+        """Register a library of experiences in front of a base or an adapter. Its `library.yaml` was uploaded with the
+        purpose `adapter`."""
+        experiences = pb.ExperiencesSource(base_model_id=base_model_id, file_id=file_id)
+        return self._create(pb.CreateModelRequest(name=name, experiences=experiences))
+
     def _create(self, request: pb.CreateModelRequest) -> ModelInfo:
         request.request_id = uuid.uuid4().hex
         answer = self._caller.unary(

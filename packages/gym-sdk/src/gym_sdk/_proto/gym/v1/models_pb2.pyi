@@ -95,7 +95,7 @@ class Model(google.protobuf.message.Message):
     state: global___ModelState.ValueType
     state_message: builtins.str
     base_model_id: builtins.str
-    """Of an adapter or a library: the base it belongs to."""
+    """What it stands on: the base of an adapter; the base or adapter that a library stands in front of."""
     source: builtins.str
     """Of a base: where it came from, such as "Qwen/Qwen3-8B", and the exact commit."""
     revision: builtins.str
@@ -178,6 +178,7 @@ class CreateModelRequest(google.protobuf.message.Message):
     BASE_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    EXPERIENCES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     name: builtins.str
     """The name to give; the server appends what makes it unique. Empty: after its source."""
@@ -187,6 +188,8 @@ class CreateModelRequest(google.protobuf.message.Message):
     def job(self) -> global___JobSource: ...
     @property
     def adapter(self) -> global___AdapterSource: ...
+    @property
+    def experiences(self) -> global___ExperiencesSource: ...
     def __init__(
         self,
         *,
@@ -195,10 +198,11 @@ class CreateModelRequest(google.protobuf.message.Message):
         base: global___BaseSource | None = ...,
         job: global___JobSource | None = ...,
         adapter: global___AdapterSource | None = ...,
+        experiences: global___ExperiencesSource | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["adapter", b"adapter", "base", b"base", "job", b"job", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "base", b"base", "job", b"job", "name", b"name", "request_id", b"request_id", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["base", "job", "adapter"] | None: ...
+    def HasField(self, field_name: typing.Literal["adapter", b"adapter", "base", b"base", "experiences", b"experiences", "job", b"job", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "base", b"base", "experiences", b"experiences", "job", b"job", "name", b"name", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["base", "job", "adapter", "experiences"] | None: ...
 
 global___CreateModelRequest = CreateModelRequest
 
@@ -283,6 +287,27 @@ class AdapterFile(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["file_id", b"file_id", "name", b"name"]) -> None: ...
 
 global___AdapterFile = AdapterFile
+
+@typing.final
+class ExperiencesSource(google.protobuf.message.Message):
+    """A library of experiences whose `library.yaml` was uploaded with FILE_PURPOSE_ADAPTER."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_MODEL_ID_FIELD_NUMBER: builtins.int
+    FILE_ID_FIELD_NUMBER: builtins.int
+    base_model_id: builtins.str
+    """The base or adapter that it stands in front of."""
+    file_id: builtins.str
+    def __init__(
+        self,
+        *,
+        base_model_id: builtins.str = ...,
+        file_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_model_id", b"base_model_id", "file_id", b"file_id"]) -> None: ...
+
+global___ExperiencesSource = ExperiencesSource
 
 @typing.final
 class CreateModelResponse(google.protobuf.message.Message):

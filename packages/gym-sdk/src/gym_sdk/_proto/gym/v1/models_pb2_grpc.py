@@ -81,7 +81,7 @@ class ModelServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def CreateModel(self, request, context):
-        """Register a base (admin), a job's result, or an uploaded adapter. Never by a path on the server.
+        """Register a base (admin), a job's result, or an uploaded adapter or library. Never by a path on the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ class ModelServiceStub:
         gym_sdk._proto.gym.v1.models_pb2.CreateModelRequest,
         gym_sdk._proto.gym.v1.models_pb2.CreateModelResponse,
     ]
-    """Register a base (admin), a job's result, or an uploaded adapter. Never by a path on the server."""
+    """Register a base (admin), a job's result, or an uploaded adapter or library. Never by a path on the server."""
 
     GetModel: grpc.UnaryUnaryMultiCallable[
         gym_sdk._proto.gym.v1.models_pb2.GetModelRequest,
@@ -72,7 +72,7 @@ class ModelServiceAsyncStub:
         gym_sdk._proto.gym.v1.models_pb2.CreateModelRequest,
         gym_sdk._proto.gym.v1.models_pb2.CreateModelResponse,
     ]
-    """Register a base (admin), a job's result, or an uploaded adapter. Never by a path on the server."""
+    """Register a base (admin), a job's result, or an uploaded adapter or library. Never by a path on the server."""
 
     GetModel: grpc.aio.UnaryUnaryMultiCallable[
         gym_sdk._proto.gym.v1.models_pb2.GetModelRequest,
@@ -120,7 +120,7 @@ class ModelServiceServicer(metaclass=abc.ABCMeta):
         request: gym_sdk._proto.gym.v1.models_pb2.CreateModelRequest,
         context: _ServicerContext,
     ) -> typing.Union[gym_sdk._proto.gym.v1.models_pb2.CreateModelResponse, collections.abc.Awaitable[gym_sdk._proto.gym.v1.models_pb2.CreateModelResponse]]:
-        """Register a base (admin), a job's result, or an uploaded adapter. Never by a path on the server."""
+        """Register a base (admin), a job's result, or an uploaded adapter or library. Never by a path on the server."""
 
     @abc.abstractmethod
     def GetModel(
