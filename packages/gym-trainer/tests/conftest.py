@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "loop")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "loop", "objectives")]
 
 # Models of a few thousand weights lose by more threads, most of all where several suites share the cores.
 torch.set_num_threads(1)

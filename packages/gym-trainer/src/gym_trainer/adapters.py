@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, FullAdapter, LoraAdapter
+from gym_serve.models.load import SCORE_HEAD
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,7 +89,8 @@ def lora_config(model: PreTrainedModel, adapter: LoraAdapter) -> Any:
         use_rslora=adapter.scaling == "rslora",
         use_dora=adapter.dora,
         target_modules=adapter.targets,
-        task_type="CAUSAL_LM",
+        # peft trains the new head of a sequence classifier whole, and keeps it with the adapter
+        task_type="SEQ_CLS" if hasattr(model, SCORE_HEAD) else "CAUSAL_LM",
     )
 
 
@@ -100,7 +102,7 @@ def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str,
     """
     linear = linear_layers(model)
     if targets == "all-linear":
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings() or getattr(model, SCORE_HEAD, None)
         return {name: module for name, module in linear.items() if module is not head}
     endings = sorted({name.rpartition(".")[2] for name in linear})
     hint = f"this model's linear layers end in {', '.join(endings)}"

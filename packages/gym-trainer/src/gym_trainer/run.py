@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gym_trainer.evaluation.run import Task
     from gym_trainer.exporting.folder import Base
     from gym_trainer.loop.fit import FitResult
+    from gym_trainer.objectives.base import Objective
     from gym_trainer.planning import Plan
 
 
@@ -51,14 +52,15 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
         told.state(RunState.PREPARING)
         base = resolve(spec, told)
         prepared = prepare_data(spec, base, run, told)
+        objective = build_objective(spec, base, prepared)
         tasks = load_tasks(spec, base)
         plan = make_plan(spec, base, prepared, run, told)
 
-        model = load(spec, plan, base, told)
+        model = load(spec, plan, objective, base, told)
         if spec.evaluation.before:
             evaluate("before", tasks, model, base, run, told)
         told.state(RunState.TRAINING)
-        trained, fitted = fit(spec, plan, model, base, prepared, run, told, resume=resume is not None)
+        trained, fitted = fit(spec, plan, model, objective, base, prepared, run, told, resume=resume is not None)
         if fitted.paused:
             told.state(RunState.PAUSED, f"stopped after step {fitted.num_steps} of {fitted.max_steps}")
             told.say(f"go on with: gym train --resume {run.path}")
@@ -138,13 +140,15 @@ def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prep
     from gym_data import prepare
     from gym_trainer.showing import rendered_rows
 
+    method = spec.method
+    assert method.kind != "training_free_grpo"
     with told.stages() as report_progress:
         prepared = prepare(
             spec.data,
             base.resolved.folder,
             cache_dir=cache_dir(),
             seed=spec.seed,
-            objective="sft",
+            objective=method.data_objective,
             on_progress=lambda stage, done, total: report_progress(stage, done, total, "rows"),
         )
     before = records.read_json(run.data_dir / "report.json")
@@ -158,6 +162,16 @@ def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prep
     told.say(rendered_rows(prepared.report.samples))
     told.say(prepared.report.summary())
     return prepared
+
+
+def build_objective(spec: RunSpec, base: Base, prepared: Prepared) -> Objective:
+    """What is optimised; a method's own inputs are checked before weights load."""
+    from gym_trainer.objectives.base import build
+
+    objective = build(spec, base, prepared)
+    for store in filter(None, (prepared.train, prepared.eval)):
+        objective.rows(store)
+    return objective
 
 
 def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
@@ -193,18 +207,26 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared, run: RunDir, told: 
     return plan
 
 
-def load(spec: RunSpec, plan: Plan, base: Base, told: Narrator) -> Any:
-    """The base model in memory."""
+def load(spec: RunSpec, plan: Plan, objective: Objective, base: Base, told: Narrator) -> Any:
+    """The base model in memory, with a new head where the method scores instead of writing."""
+    import torch
+
     from gym_serve.models import load_model
+    from gym_trainer.exporting.score import set_padding
 
     told.say(f"loading {base.resolved.source} in {plan.dtype} on {plan.device}")
-    return load_model(
+    torch.manual_seed(spec.seed)  # a new head is the same one when the run is resumed
+    model = load_model(
         base.resolved,
         dtype=plan.dtype,
         device=plan.device,
         quantization=spec.model.quantization,
         trust_remote_code=spec.model.trust_remote_code,
+        scores=objective.scores,
     )
+    if objective.scores is not None:
+        set_padding(model, base.tokenizer)
+    return model
 
 
 def evaluate(moment: str, tasks: list[Task], model: Any, base: Base, run: RunDir, told: Narrator) -> None:
@@ -230,6 +252,7 @@ def fit(
     spec: RunSpec,
     plan: Plan,
     model: Any,
+    objective: Objective,
     base: Base,
     prepared: Prepared,
     run: RunDir,
@@ -241,11 +264,9 @@ def fit(
     from gym_trainer.adapters import attach
     from gym_trainer.exporting.adapter import trained_weights
     from gym_trainer.exporting.probe import probe_ids, probe_logits
-    from gym_trainer.loop.batch import StoreRows
     from gym_trainer.loop.fit import FitSettings
     from gym_trainer.loop.fit import fit as run_fit
     from gym_trainer.loop.interrupt import StopRequest
-    from gym_trainer.objectives.base import build as build_objective
 
     base_logits = probe_logits(model, probe_ids(base)) if spec.adapter.kind == "full" else None
     attached = attach(model, spec.adapter, seed=spec.seed)
@@ -262,9 +283,9 @@ def fit(
             attached.model,
             spec,
             FitSettings.of(plan),
-            build_objective(spec.method),
-            train_rows=StoreRows(prepared.train),
-            eval_rows=StoreRows(prepared.eval) if prepared.eval is not None else None,
+            objective,
+            train_rows=objective.rows(prepared.train),
+            eval_rows=objective.rows(prepared.eval) if prepared.eval is not None else None,
             run_path=run.path,
             events=told.events,
             progress=bar,

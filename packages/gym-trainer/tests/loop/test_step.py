@@ -99,6 +99,7 @@ class _RunsOutOfMemory(SftObjective):
     """Fails like CUDA's allocator whenever a micro-batch has more than `limit` tokens, after some gradients are in."""
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self.limit = limit
         self.failures = 0
 

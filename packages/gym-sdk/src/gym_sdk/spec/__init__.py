@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from gym_sdk.spec._load import load_spec, parse_spec, spec_from_data
     from gym_sdk.spec.adapter import FullAdapter, LoraAdapter
     from gym_sdk.spec.data import DataSource, DataSpec, EvalSplit
+    from gym_sdk.spec.distillation import Distillation
     from gym_sdk.spec.evaluation import EvaluationSpec, JsonFieldsTask
-    from gym_sdk.spec.method import Sft
+    from gym_sdk.spec.method import Pretrain, Sft
     from gym_sdk.spec.model import ModelSpec
     from gym_sdk.spec.output import OutputSpec
     from gym_sdk.spec.performance import ParallelSpec, PerformanceSpec
+    from gym_sdk.spec.preference import Cpo, Dpo, Kto, Orpo, Simpo, WeightedLoss
     from gym_sdk.spec.rewards import (
         ExactReward,
         JsonReward,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         RewardSpec,
     )
     from gym_sdk.spec.run import SPEC_VERSION, RunSpec
+    from gym_sdk.spec.scoring import Classification, Reward
     from gym_sdk.spec.train import TrainSpec
     from gym_sdk.spec.training_free import (
         BudgetSpec,
@@ -44,11 +47,13 @@ _MODULES = {
     "_load": ("load_spec", "parse_spec", "spec_from_data"),
     "adapter": ("FullAdapter", "LoraAdapter"),
     "data": ("DataSource", "DataSpec", "EvalSplit"),
+    "distillation": ("Distillation",),
     "evaluation": ("EvaluationSpec", "JsonFieldsTask"),
-    "method": ("Sft",),
+    "method": ("Pretrain", "Sft"),
     "model": ("ModelSpec",),
     "output": ("OutputSpec",),
     "performance": ("ParallelSpec", "PerformanceSpec"),
+    "preference": ("Cpo", "Dpo", "Kto", "Orpo", "Simpo", "WeightedLoss"),
     "rewards": (
         "ExactReward",
         "JsonReward",
@@ -60,6 +65,7 @@ _MODULES = {
         "RewardSpec",
     ),
     "run": ("SPEC_VERSION", "RunSpec"),
+    "scoring": ("Classification", "Reward"),
     "train": ("TrainSpec",),
     "training_free": (
         "BudgetSpec",
@@ -80,8 +86,12 @@ __all__ = [
     "SPEC_VERSION",
     "BudgetSpec",
     "CapsSpec",
+    "Classification",
+    "Cpo",
     "DataSource",
     "DataSpec",
+    "Distillation",
+    "Dpo",
     "EndpointSpec",
     "EvalSplit",
     "EvaluationSpec",
@@ -91,25 +101,31 @@ __all__ = [
     "GateSpec",
     "JsonFieldsTask",
     "JsonReward",
+    "Kto",
     "LibrarySpec",
     "LoraAdapter",
     "MathReward",
     "ModelSpec",
     "NumericReward",
+    "Orpo",
     "OutputSpec",
     "ParallelSpec",
     "PerformanceSpec",
     "PluginReward",
+    "Pretrain",
     "PriceSpec",
     "PruningSpec",
     "PythonReward",
     "RegexReward",
+    "Reward",
     "RewardSpec",
     "RunSpec",
     "SamplingSpec",
     "Sft",
+    "Simpo",
     "TrainSpec",
     "TrainingFreeGrpo",
+    "WeightedLoss",
     "canonical_json",
     "dump_yaml",
     "load_spec",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gym_sdk.spec.method import find_method_conflicts
 from gym_sdk.spec.training_free import find_training_free_conflicts
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ Conflict = tuple[str, str]
 
 def find_conflicts(spec: RunSpec) -> list[Conflict]:
     """Each conflict of a specification whose fields are valid by themselves."""
-    return [*_weights(spec), *_rows(spec), *_hardware(spec), *find_training_free_conflicts(spec)]
+    return [
+        *_weights(spec),
+        *_rows(spec),
+        *_hardware(spec),
+        *find_method_conflicts(spec),
+        *find_training_free_conflicts(spec),
+    ]
 
 
 def _weights(spec: RunSpec) -> list[Conflict]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,9 @@ from gym_serve.models.resolution import ResolvedModel
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+SCORE_HEAD = "score"
+"""The name of the head of transformers' sequence classifiers over decoders."""
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -25,8 +28,12 @@ def load_model(
     quantization: Literal["none", "nf4", "int8"] = "none",
     attention: str | None = None,
     trust_remote_code: bool = False,
+    scores: Sequence[str] | None = None,
 ) -> PreTrainedModel:
     """A `transformers` causal language model in evaluation mode, with frozen precision and placement.
+
+    With `scores` it is a sequence classifier instead, whose head gives a number for each of these names; a head that
+    the folder does not have is new, with random weights.
 
     `dtype="auto"` is bfloat16 on devices that compute in it, float16 on older cards, float32 on processors (see
     `default_dtype`). `attention` is a name of transformers' attention interface; its default when None. Remote
@@ -39,7 +46,7 @@ def load_model(
     """
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     except ImportError as error:
         raise MissingExtra("loading a model", package="gym-serve", extra="torch") from error
 
@@ -55,9 +62,14 @@ def load_model(
         options["attn_implementation"] = attention
     if quantization != "none":
         options["quantization_config"] = _quantization(quantization, compute)
+    auto_class: Any = AutoModelForCausalLM
+    if scores is not None:
+        auto_class = AutoModelForSequenceClassification
+        options["id2label"] = dict(enumerate(scores))
+        options["label2id"] = {name: number for number, name in enumerate(scores)}
     try:
-        with _no_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with _no_bars(quiet=scores is not None):
+            loaded: Any = auto_class.from_pretrained(
                 resolved.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
@@ -65,7 +77,8 @@ def load_model(
             raise
         raise ModelError(f"{resolved.source} cannot be loaded: {_first_line(error)}", hint=_hint(str(error))) from error
     model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
+    new_head = f"{SCORE_HEAD}." if scores is not None else None
+    if missing := sorted(key for key in loaded[1]["missing_keys"] if new_head is None or not key.startswith(new_head)):
         raise ModelError(
             f"{resolved.source} lacks {len(missing)} weights, such as {missing[0]}",
             hint="the folder is incomplete, or its config.json belongs to another model",
@@ -74,15 +87,21 @@ def load_model(
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a bar for a load of two seconds; a command's own output is enough."""
+def _no_bars(*, quiet: bool = False) -> Iterator[None]:
+    """transformers draws a bar for a load of two seconds; a command's own output is enough.
+
+    `quiet` also keeps its table of missing weights back, where a head is new on purpose.
+    """
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if quiet:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 

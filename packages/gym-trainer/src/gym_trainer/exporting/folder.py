@@ -95,7 +95,8 @@ def write_companions(folder: Path, base: Base, model: Any, metadata: dict[str, A
     if (source / _TEMPLATES_FOLDER).is_dir():
         shutil.copytree(source / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER, dirs_exist_ok=True)
     stop_ids = list(base.renderer.stop_ids)
-    generation = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+    config = getattr(model, "generation_config", None)  # a model that scores has none
+    generation = config.to_diff_dict() if config is not None else {}
     generation |= {"eos_token_id": stop_ids, "pad_token_id": base.tokenizer.pad_id}
     if base.tokenizer.bos_id is not None:
         generation["bos_token_id"] = base.tokenizer.bos_id

@@ -36,7 +36,12 @@ def probe_logits(model: Any, ids: list[int]) -> Tensor:
 
 
 def relative_distance(a_TV: Tensor, b_TV: Tensor) -> float:
-    """The norm of the difference, over that of `a` about its mean: a constant added to all logits says nothing."""
+    """The norm of the difference, over that of `a` about its mean: a constant added to all logits says nothing.
+
+    What a classifier gives, a number for each class and no row of them for each token, is compared as it is.
+    """
+    if a_TV.ndim == 1:
+        return float((a_TV - b_TV).norm() / a_TV.norm())
     centred_TV = a_TV - a_TV.mean(dim=-1, keepdim=True)
     difference_TV = centred_TV - (b_TV - b_TV.mean(dim=-1, keepdim=True))
     return float(difference_TV.norm() / centred_TV.norm())

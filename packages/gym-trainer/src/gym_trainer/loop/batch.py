@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gym_data import TokenStore
+from gym_data.store import DocumentRole
 from gym_trainer.fast.packing import PackedLayout
 
 IGNORED = -100
@@ -37,6 +38,11 @@ class Document(Protocol):
         """uint8 [L]; 1 where the token is trained, that is, predicted from those before it."""
         ...
 
+    @property
+    def role(self) -> DocumentRole:
+        """Its part in the row: plain, chosen or rejected, good or bad."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -44,8 +50,10 @@ class Row:
 
     index: int
     documents: tuple[Document, ...]
-    values: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that a method needs beside the tokens, such as KTO's label."""
+    statistics_documents: tuple[Document, ...] = ()
+    """Documents that only the objective's step-level statistics see, such as KTO's mismatched answers."""
+    document_values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Numbers that a method needs beside the tokens, one for each of `documents` and `statistics_documents`."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,9 +142,21 @@ class MicroBatch:
     num_tokens: int
     """Tokens of documents, without padding."""
 
-    def values(self, name: str) -> Tensor:
-        """The rows' numbers under `name`, float32 [rows]."""
-        return torch.tensor([row.values[name] for row in self.rows], device=self.input_ids.device)
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_rows_D)
+
+    def last_positions(self) -> Tensor:
+        """Where each document's last token lies: int64 [D], on the host."""
+        lengths_D = torch.tensor([len(document.ids) for row in self.rows for document in row.documents])
+        if self.layout == "packed":
+            return lengths_D.cumsum(0) - 1
+        return torch.arange(len(lengths_D)) * self.input_ids.shape[1] + lengths_D - 1
+
+    def document_values(self, name: str) -> Tensor:
+        """The documents' numbers under `name`, float64 [D]."""
+        values = [value for row in self.rows for value in row.document_values[name][: len(row.documents)]]
+        return torch.tensor(values, dtype=torch.float64, device=self.input_ids.device)
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a transformers model.

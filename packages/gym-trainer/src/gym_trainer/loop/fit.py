@@ -25,12 +25,12 @@ from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
 from gym_trainer.loop.callbacks import EventCallback, StopCallback
 from gym_trainer.loop.dataset import StepDataset
-from gym_trainer.loop.forward import unwrap
+from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.loop.interrupt import StopRequest
 from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
 from gym_trainer.loop.step import StepRunner
 from gym_trainer.loop.trainer import GymTrainer
-from gym_trainer.objectives.base import Objective
+from gym_trainer.objectives.base import Objective, Start
 
 if TYPE_CHECKING:
     from gym_trainer.planning import Plan
@@ -124,18 +124,15 @@ def fit(
             "warning", f"out of memory: micro-batches of {after} tokens from here on, instead of {before}; same steps"
         ),
     )
-    steps = StepDataset(
-        train_rows,
-        batch_size=spec.train.batch_size,
-        seed=spec.seed,
-        rank=args.process_index,
-        world_size=args.world_size,
-    )
-    meter = StepMeter(flops_per_token=settings.flops_per_token, peak_flops_per_s=settings.peak_flops_per_s)
     fast = FastPath(
         compile=settings.compile,
         recompute_layers=settings.recompute_layers,
         loss_chunk_size=settings.loss_chunk_size,
+    )
+    meter = StepMeter(
+        flops_per_token=settings.flops_per_token,
+        peak_flops_per_s=settings.peak_flops_per_s,
+        derived=objective.derived,
     )
     with ExitStack() as stack:
         stack.enter_context(_trackers_under(run_path))
@@ -143,6 +140,23 @@ def fit(
         if layout == "packed":
             stack.enter_context(attention_of(_causal(model), settings.attention))
         stack.enter_context(applied(model, fast))
+        began = Start(
+            model=ForwardModel(model, loss_chunk_size=settings.loss_chunk_size),
+            runner=runner,
+            settings=settings,
+            run_path=run_path,
+            events=events,
+            stack=stack,
+        )
+        train_rows, *held_out = objective.start(began, [train_rows, *([] if eval_rows is None else [eval_rows])])
+        eval_rows = held_out[0] if held_out else None
+        steps = StepDataset(
+            train_rows,
+            batch_size=spec.train.batch_size,
+            seed=spec.seed,
+            rank=args.process_index,
+            world_size=args.world_size,
+        )
         trainer = GymTrainer(
             model,
             args,

@@ -6,14 +6,14 @@ Shapes: T positions of a micro-batch, K of them with a label, D hidden, V vocabu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gym_trainer.fast.head import HeadNotLinear, split
+from gym_serve.models.load import SCORE_HEAD
+from gym_trainer.fast.head import HeadNotLinear, logits_of, split
 from gym_trainer.fast.loss import CrossEntropy, OutputHead, linear_cross_entropy, linear_logprobs
 from gym_trainer.loop.batch import IGNORED, MicroBatch
 
@@ -41,6 +41,9 @@ class ForwardModel:
             self.body, self.head = split(unwrapped)
         except HeadNotLinear as error:
             self.head_problem = error.message
+        self._scorer: nn.Module | None = getattr(causal, SCORE_HEAD, None)
+        if self._scorer is not None:
+            self.body = getattr(causal, causal.base_model_prefix)
 
     def cross_entropy(self, batch: MicroBatch, *, weights_T: Tensor | None = None) -> CrossEntropy:
         """Summed next-token loss over the labelled positions, and how many of them were predicted right."""
@@ -63,6 +66,26 @@ class ForwardModel:
         logprobs_K = -nn.functional.cross_entropy(logits_KV, labels_K, reduction="none")
         return torch.zeros(len(batch.labels_T), device=logprobs_K.device).index_put((positions_K,), logprobs_K)
 
+    def labelled_logits(self, batch: MicroBatch) -> tuple[Callable[[slice], Tensor], Tensor]:
+        """A function that makes the logits [C, V] of some of the K labelled positions, and their labels [K]."""
+        if self.head is None:
+            _, labels_K, logits_KV = self._labelled_logits(batch)
+            return logits_KV.__getitem__, labels_K
+        head, device = self.head, batch.input_ids.device
+        positions_K = torch.nonzero(batch.labels_T != IGNORED).squeeze(1).to(device)
+        hidden_KD = self.hidden(batch)[positions_K]
+        return lambda chunk: logits_of(hidden_KD[chunk], head), batch.labels_T.to(device)[positions_K]
+
+    def scores(self, batch: MicroBatch) -> Tensor:
+        """What a sequence classifier's head says at each document's last token: [D, labels].
+
+        transformers' own classifiers look for the last token that is not padding, by its id; a packed row has several
+        last tokens, and where padding is the end-of-turn token that is one token early.
+        """
+        assert self._scorer is not None
+        hidden_ND = self.hidden(batch)[batch.last_positions().to(batch.input_ids.device)]
+        return self._scorer(hidden_ND.to(next(self._scorer.parameters()).dtype))
+
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the head would read: [T, D] in the order of `batch.labels_T`."""
         assert self.body is not None
@@ -77,12 +100,6 @@ class ForwardModel:
         finally:
             handle.remove()
         return caught[0].flatten(0, 1)
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """The model without its adapter: what a preference method compares with."""
-        with unwrap(self.wrapped).disable_adapter():
-            yield
 
     def _labelled_logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Positions with a label, their labels, and the model's own logits there, float32 [K, V] or wider."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,15 @@ from gym_trainer.loop.step import StepResult
 class StepMeter:
     """Adds steps up from one log line to the next."""
 
-    def __init__(self, *, flops_per_token: float | None = None, peak_flops_per_s: float | None = None) -> None:
-        """Model-FLOP utilisation is given when both are known."""
+    def __init__(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops_per_s: float | None = None,
+        derived: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: {},
+    ) -> None:
+        """Model-FLOP utilisation is given when both are known. `derived` makes metrics out of others."""
+        self.derived = derived
         self.flops_per_token = flops_per_token
         self.peak_flops_per_s = peak_flops_per_s
         self.compute_time_s = 0.0
@@ -47,6 +55,7 @@ class StepMeter:
         """The numbers since the last call, the optimizer's work included."""
         elapsed_s = time.perf_counter() - (self._since if self._since is not None else time.perf_counter())
         values = {name: total / count for name, (total, count) in self._metrics.items() if count}
+        values |= self.derived(values)
         values["num_tokens"] = float(self._num_tokens)
         values["num_trained_tokens"] = float(self._num_trained_tokens)
         if elapsed_s > 0:

@@ -7,9 +7,10 @@ the same random numbers. The rows of the step, and so its loss and gradient, sta
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from gym_sdk.errors import RunFailed
 from gym_trainer.loop.batch import Layout, MicroBatch, Row, StepBatch, make_micro_batch
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.objectives.base import Objective, Ratio
+
+_ROWS_AT_ONCE = 256
+"""Rows laid out together by `for_each`: enough to pack well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,28 @@ class StepRunner:
                 if not is_out_of_memory(error):
                     raise
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
-            self._halve(bins, step)
+            self._halve(bins)
             _forget_gradients(model.wrapped)
             _restore_random_state(random_state, self.device)
+
+    def for_each(self, rows: Iterable[Row], function: Callable[[MicroBatch], None]) -> None:
+        """Call `function` with micro-batches of all rows, without gradients; out-of-memory halves them for good.
+
+        A micro-batch that fails is given again in pieces, so `function` may see a row twice.
+        """
+        for group in _batched(rows, _ROWS_AT_ONCE):
+            waiting = self._bins(group)
+            while waiting:
+                current = waiting.pop(0)
+                try:
+                    with torch.no_grad():
+                        function(make_micro_batch(current, layout=self.layout, device=self.device))
+                    continue
+                except (torch.OutOfMemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                self._halve([current])
+                waiting = [*self._bins(current), *waiting]
 
     def _bins(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
         """The micro-batches' rows. A padded micro-batch costs its longest row times its rows, so rows go by length."""
@@ -110,7 +133,7 @@ class StepRunner:
         backward: Callable[[Tensor], None] | None,
         no_sync: Callable[[], AbstractContextManager[Any]],
     ) -> StepResult:
-        def batches() -> Iterator[MicroBatch]:
+        def batches(bins: Sequence[Sequence[Row]]) -> Iterator[MicroBatch]:
             for rows in bins:
                 yield make_micro_batch(rows, layout=self.layout, device=self.device)
 
@@ -119,11 +142,13 @@ class StepRunner:
         if normaliser <= 0:
             raise RunFailed(f"step {step.number + 1} of epoch {step.epoch + 1} has no trained {self.objective.unit}")
         with torch.no_grad():
-            statistics = _divide(_reduce(self.objective.statistics(model, batches()), self.device))
+            others = self.objective.statistics_rows(step)
+            seen = batches(bins if others is step.rows else self._bins(others))
+            statistics = _divide(_reduce(self.objective.statistics(model, seen), self.device))
 
         loss_total = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Ratio] = {}
-        for batch in batches():
+        for batch in batches(bins):
             with torch.set_grad_enabled(backward is not None), no_sync():
                 result = self.objective.loss(model, batch, statistics)
                 if backward is not None:
@@ -145,10 +170,10 @@ class StepRunner:
             num_micro_batches=len(bins),
         )
 
-    def _halve(self, bins: list[tuple[Row, ...]], step: StepBatch) -> None:
+    def _halve(self, bins: list[tuple[Row, ...]]) -> None:
         largest = max(sum(row.num_tokens for row in rows) for rows in bins)
         if all(len(rows) == 1 for rows in bins):
-            longest = max(row.num_tokens for row in step.rows)
+            longest = max(row.num_tokens for rows in bins for row in rows)
             raise RunFailed(
                 f"out of memory on a single row of {longest} tokens",
                 hint="lower data.max_length, recompute more layers (performance.recompute_layers), "
@@ -165,6 +190,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return "DefaultCPUAllocator" in text or "CUDA out of memory" in text
+
+
+def _batched(rows: Iterable[Row], size: int) -> Iterator[tuple[Row, ...]]:
+    iterator = iter(rows)
+    while batch := tuple(islice(iterator, size)):
+        yield batch
 
 
 def _forget_gradients(model: nn.Module) -> None:

@@ -161,8 +161,9 @@ class GymTrainer(Trainer):
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + count)
         self.model.train(was_training)
-        metrics = {f"{metric_key_prefix}_loss": loss_sum / normaliser_sum}
-        metrics |= {f"{metric_key_prefix}_{name}": total / count for name, (total, count) in sums.items() if count}
+        values = {name: total / count for name, (total, count) in sums.items() if count}
+        values = {"loss": loss_sum / normaliser_sum} | values | self.runner.objective.derived(values)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -7,15 +7,23 @@ So neither the micro-batch size, nor packing, nor the number of devices changes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gym_trainer.loop.batch import MicroBatch, StepBatch
+    from gym_data import Prepared, TokenStore
+    from gym_sdk.events import EventWriter
+    from gym_sdk.spec import RunSpec
+    from gym_trainer.exporting.folder import Base
+    from gym_trainer.loop.batch import MicroBatch, Row, RowSource, StepBatch
+    from gym_trainer.loop.fit import FitSettings
     from gym_trainer.loop.forward import ForwardModel
+    from gym_trainer.loop.step import StepRunner
 
 Unit = Literal["token", "sequence", "pair"]
 
@@ -27,6 +35,11 @@ class Ratio:
     total: Tensor
     count: Tensor
 
+    @classmethod
+    def mean(cls, values: Tensor) -> Ratio:
+        """The mean of `values`, whatever their number."""
+        return cls(values.detach().sum(), values.new_tensor(values.numel()))
+
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
@@ -36,15 +49,46 @@ class LossSum:
     metrics: dict[str, Ratio] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a method may use to get ready, before the first step and before a checkpoint is loaded."""
+
+    model: ForwardModel
+    """With the weights that training begins with, also in a run that is resumed."""
+    runner: StepRunner
+    settings: FitSettings
+    run_path: Path
+    events: EventWriter
+    stack: ExitStack
+    """Closed when the run's steps are done."""
+
+
 class Objective(ABC):
-    """One method of training. Stateless between steps: a resumed run must not miss anything it kept."""
+    """One method of training. What it keeps follows from how the run begins: a resumed run must not miss anything."""
 
     unit: ClassVar[Unit]
     """What the loss is averaged over."""
 
-    @abstractmethod
+    scores: tuple[str, ...] | None = None
+    """The names of the numbers that the model gives for a sequence; None for a model that writes text."""
+
+    def rows(self, store: TokenStore) -> RowSource:
+        """The rows of a step, from prepared data."""
+        from gym_trainer.loop.batch import StoreRows
+
+        return StoreRows(store)
+
+    def start(self, start: Start, rows: Sequence[RowSource]) -> list[RowSource]:
+        """Get ready for training on `rows` (training, then evaluation); the rows to use, in the same order."""
+        return list(rows)
+
     def normaliser(self, step: StepBatch) -> float:
         """How many units this rank's rows of the step hold; the loop adds the ranks up and divides by the sum."""
+        return float(step.num_trained_tokens if self.unit == "token" else len(step.rows))
+
+    def statistics_rows(self, step: StepBatch) -> Sequence[Row]:
+        """The rows that `statistics` sees."""
+        return step.rows
 
     def statistics(self, model: ForwardModel, micro_batches: Iterator[MicroBatch]) -> dict[str, Ratio]:
         """What `loss` needs from the whole step before any gradient, such as KTO's reference point.
@@ -57,11 +101,51 @@ class Objective(ABC):
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         """The summed loss of one micro-batch."""
 
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics that are made of others, such as the difference of two means."""
+        return {}
 
-def build(method: Any) -> Objective:
-    """The objective of a `method:` section, by its kind."""
-    from gym_trainer.objectives.sft import SftObjective
 
-    if method.kind == "sft":
-        return SftObjective()
-    raise AssertionError(f"no objective for {method.kind}")
+def build(spec: RunSpec, base: Base, prepared: Prepared) -> Objective:
+    """The objective of a specification's `method:` section; what is wrong with its inputs is found here.
+
+    Raises:
+        DataError: rows that the method cannot learn from.
+        UserError: a teacher with another vocabulary.
+    """
+    from gym_sdk.spec import Classification, Cpo, Distillation, Dpo, Kto, Orpo, Pretrain, Reward, Sft, Simpo
+    from gym_trainer.objectives.classes import Classes
+    from gym_trainer.objectives.distillation import DistillationObjective, resolve_teacher
+    from gym_trainer.objectives.dpo import DpoObjective
+    from gym_trainer.objectives.kto import KtoObjective
+    from gym_trainer.objectives.reference import Reference
+    from gym_trainer.objectives.reference_free import CpoObjective, OrpoObjective, SimpoObjective
+    from gym_trainer.objectives.scoring import ClassificationObjective, RewardObjective
+    from gym_trainer.objectives.sft import SftObjective, require_text
+
+    method = spec.method
+    match method:
+        case Sft():
+            return SftObjective(loss_kind=method.loss, neftune_alpha=method.neftune_alpha)
+        case Pretrain():
+            require_text(prepared.report)
+            return SftObjective()
+        case Dpo():
+            return DpoObjective(method, Reference.of(spec))
+        case Kto():
+            return KtoObjective(method, Reference.of(spec), seed=spec.seed)
+        case Orpo():
+            return OrpoObjective(method)
+        case Simpo():
+            return SimpoObjective(method)
+        case Cpo():
+            return CpoObjective(method)
+        case Reward():
+            return RewardObjective(method)
+        case Classification():
+            source = spec.data.train[0].source
+            return ClassificationObjective(Classes.of(method.labels, prepared.train, base.tokenizer, source))
+        case Distillation():
+            return DistillationObjective(method, resolve_teacher(spec, base.resolved.folder))
+        case _:
+            raise AssertionError(f"no objective for {method.kind}")

@@ -1,0 +1,162 @@
+"""Guards every method as a user runs it: from its file through `gym train` to an artifact and a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tiny_folder import note_rows, write_tiny_folder
+
+from gym_sdk.cli._root import run as gym
+from gym_sdk.events import MetricEvent, RunState, read_events
+from gym_sdk.rundir import RunDir, find_runs
+
+SPEC = """\
+name: method
+model: {source: ./tiny}
+adapter: {rank: 4}
+data: {train: [{source: rows.jsonl}], eval: {split: 0.25}, max_length: 256}
+train: {batch_size: 4, epochs: 2, learning_rate: 1.0e-2}
+output: {dir: runs}
+"""
+
+
+def chats(num_rows: int = 40) -> list[dict[str, Any]]:
+    return note_rows(num_rows)
+
+
+def pairs(num_rows: int = 40) -> list[dict[str, Any]]:
+    """The record is preferred to the animal's name twice."""
+    rows = []
+    for number, row in enumerate(note_rows(num_rows)):
+        note, record = (message["content"] for message in row["messages"])
+        animal = json.loads(record)["species"]
+        rows.append({"prompt": f"{note} ({number})", "chosen": record, "rejected": f"{animal} {animal}"})
+    return rows
+
+
+def labelled(num_rows: int = 40) -> list[dict[str, Any]]:
+    rows = []
+    for number, pair in enumerate(pairs(num_rows)):
+        good = number % 2 == 0
+        rows.append({"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good})
+    return rows
+
+
+def texts(num_rows: int = 40) -> list[dict[str, Any]]:
+    return [{"text": row["messages"][0]["content"] + f" in year {i}"} for i, row in enumerate(note_rows(num_rows))]
+
+
+def classes(num_rows: int = 40) -> list[dict[str, Any]]:
+    rows = []
+    for number, pair in enumerate(pairs(num_rows)):
+        rows.append({"prompt": pair["prompt"], "completion": json.loads(pair["chosen"])["species"]})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_tiny_folder(folder / "tiny")
+    write_tiny_folder(folder / "teacher", seed=1, hidden_size=48, intermediate_size=96)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny").symlink_to(tiny / "tiny")
+    (tmp_path / "teacher").symlink_to(tiny / "teacher")
+    (tmp_path / "run.yaml").write_text(SPEC)
+    monkeypatch.setenv("GYM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> None:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def only_run(folder: Path, where: str = "runs") -> RunDir:
+    (path,) = find_runs(folder / where)
+    return RunDir.open(path)
+
+
+def metrics(run: RunDir, *, held_out: bool = False) -> list[dict[str, float]]:
+    events = [dict(event.values) for event in read_events(run.events_path) if isinstance(event, MetricEvent)]
+    return [values for values in events if ("eval_loss" in values) == held_out]
+
+
+REWARDS = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+METHODS = {
+    "{kind: dpo}": (pairs, REWARDS | {"logps/chosen", "logps/rejected"}),
+    "{kind: dpo, loss: ipo, extra_losses: [{name: sft, weight: 0.2}]}": (pairs, {"loss/ipo", "loss/sft"}),
+    "{kind: dpo, reference: precomputed, length_alpha: 0.5}": (pairs, REWARDS),
+    "{kind: orpo}": (pairs, REWARDS | {"nll_loss", "log_odds_ratio"}),
+    "{kind: simpo}": (pairs, REWARDS),
+    "{kind: cpo}": (pairs, REWARDS | {"nll_loss"}),
+    "{kind: kto}": (labelled, {"rewards/chosen", "rewards/rejected", "rewards/margins", "kl"}),
+    "{kind: pretrain}": (texts, {"token_accuracy"}),
+    "{kind: sft, loss: dft, neftune_alpha: 5}": (chats, {"nll"}),
+    "{kind: reward, centering: 0.01}": (pairs, REWARDS),
+    "{kind: classification}": (classes, {"accuracy"}),
+    "{kind: distillation, teacher: ./teacher, divergence: jsd}": (chats, {"divergence", "nll", "token_accuracy"}),
+}
+
+
+EVERY_TIME = {"{kind: dpo}", "{kind: reward, centering: 0.01}", "{kind: classification}"}
+"""Those with a way of their own through loading and export; the others in the slow job."""
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.slow) for name in METHODS]
+)
+def test_a_method_runs_from_its_file_to_its_artifact(folder: Path, method: str) -> None:
+    rows, names = METHODS[method]
+    write(folder, rows())
+    assert gym(["train", "run.yaml", f"method={method}", "--quiet"]) == 0
+    run = only_run(folder)
+    assert run.state() is RunState.SUCCEEDED
+    measured, held_out = metrics(run), metrics(run, held_out=True)
+    assert len(measured) == 16
+    for name in names:
+        assert any(name in step and np.isfinite(step[name]) for step in measured), name
+        assert np.isfinite(held_out[-1][f"eval_{name}"])
+    weights = load_file(run.adapter_dir / "adapter_model.safetensors")
+    assert any(float(value.abs().max()) > 0 for key, value in weights.items() if "lora_B" in key)
+    scores = "reward" in method or "classification" in method
+    assert any("score" in key for key in weights) == scores
+    assert run.report_path("html").is_file()
+
+
+@pytest.mark.slow
+def test_dpo_starts_at_a_margin_of_zero_and_widens_it_on_held_out_pairs(folder: Path) -> None:
+    write(folder, pairs())
+    assert gym(["train", "run.yaml", "method={kind: dpo, beta: 0.5}", "train.epochs=4", "--quiet"]) == 0
+    run = only_run(folder)
+    first, last = metrics(run)[0], metrics(run, held_out=True)[-1]
+    assert first["rewards/margins"] == 0
+    assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert last["eval_rewards/margins"] > 0.3
+    assert last["eval_rewards/accuracies"] >= 0.9
+
+
+def test_dpo_on_an_sft_adapter_is_held_to_the_sft_model_and_not_to_the_base(folder: Path) -> None:
+    write(folder, chats())
+    assert gym(["train", "run.yaml", "output.dir=sft", "train.max_steps=4", "--quiet"]) == 0
+    sft = only_run(folder, "sft")
+    write(folder, pairs())
+    adapter = f"adapter={{kind: lora, init_from: {sft.adapter_dir}}}"
+    for reference in ("auto", "precomputed"):
+        method = f"method={{kind: dpo, reference: {reference}}}"
+        arguments = ["train", "run.yaml", method, adapter, f"output.dir={reference}", "train.max_steps=3", "--quiet"]
+        assert gym(arguments) == 0
+    courses = [metrics(only_run(folder, reference)) for reference in ("auto", "precomputed")]
+    for course in courses:
+        assert course[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+        assert course[2]["rewards/margins"] == pytest.approx(courses[0][2]["rewards/margins"], rel=1e-3)
+    assert courses[0][2]["rewards/margins"] != 0
+    assert len(np.load(only_run(folder, "precomputed").data_dir / "reference-train.npy")) == 60
