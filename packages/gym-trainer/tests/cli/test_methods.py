@@ -52,10 +52,7 @@ def texts(num_rows: int = 40) -> list[dict[str, Any]]:
 
 
 def classes(num_rows: int = 40) -> list[dict[str, Any]]:
-    rows = []
-    for number, pair in enumerate(pairs(num_rows)):
-        rows.append({"prompt": pair["prompt"], "completion": json.loads(pair["chosen"])["species"]})
-    return rows
+    return [{"prompt": pair["prompt"], "completion": json.loads(pair["chosen"])["species"]} for pair in pairs(num_rows)]
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,8 @@ class ForwardModel:
         """
         assert self._scorer is not None
         hidden_ND = self.hidden(batch)[batch.last_positions().to(batch.input_ids.device)]
-        return self._scorer(hidden_ND.to(next(self._scorer.parameters()).dtype))
+        scores = self._scorer(hidden_ND.to(next(self._scorer.parameters()).dtype))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """What the head would read: [T, D] in the order of `batch.labels_T`."""

@@ -59,7 +59,7 @@ class StepRunner:
         """`on_out_of_memory` hears the old and the new micro-batch size in tokens."""
         self.objective = objective
         self.micro_batch_tokens = micro_batch_tokens
-        self.layout = layout
+        self.layout: Layout = layout
         self.device = device
         self.on_out_of_memory = on_out_of_memory
 

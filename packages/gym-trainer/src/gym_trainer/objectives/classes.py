@@ -97,4 +97,4 @@ def answer_start(document: Document) -> int:
 def answer(document: Document, tokenizer: Tokenizer) -> str:
     """The text of the last answer, without what ends it."""
     trained = document.ids[answer_start(document) :][document.loss_mask[answer_start(document) :] == 1]
-    return tokenizer.decode(trained, skip_special=True).strip()
+    return tokenizer.decode(trained.tolist(), skip_special=True).strip()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gym_sdk.spec import RunSpec
 from gym_sdk.spec.preference import chosen_reference
-from gym_trainer.loop.batch import MicroBatch, Row, RowSource
+from gym_trainer.loop.batch import Document, MicroBatch, Row, RowSource
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.objectives.base import Start
 
@@ -143,7 +143,7 @@ class _WithReference:
         return self.rows.describe(index)
 
 
-def _all_documents(row: Row) -> tuple:
+def _all_documents(row: Row) -> tuple[Document, ...]:
     return (*row.documents, *row.statistics_documents)
 
 

@@ -28,7 +28,7 @@ class RewardObjective(PairObjective):
         self.centering = method.centering
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
-        rewards = Pairs.of(model.scores(micro_batch)[:, 0].float())
+        rewards = Pairs.of(model.scores(micro_batch)[:, 0])
         margins_P = rewards.difference()
         losses_P = -logsigmoid(margins_P)
         if self.centering:
@@ -55,7 +55,7 @@ class ClassificationObjective(Objective):
         return ClassRows(store, self.classes)
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
-        scores_NC = model.scores(micro_batch).float()
+        scores_NC = model.scores(micro_batch)
         labels_N = micro_batch.document_values(LABEL).long()
         accuracy = Ratio.mean((scores_NC.argmax(-1) == labels_N).double())
         return LossSum(cross_entropy(scores_NC, labels_N, reduction="sum"), {"accuracy": accuracy})

@@ -1,0 +1,119 @@
+"""Guards distillation: the chunked divergence and its gradient equal the definitions in float64, and TRL's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from known import GroupStore, fingerprint, gradients, known_model, measure, pair_store
+from torch import Tensor
+
+from gym_sdk.spec import Distillation
+from gym_trainer.fast import divergence as fast_divergence
+from gym_trainer.loop.batch import StoreRows
+from gym_trainer.loop.forward import ForwardModel
+from gym_trainer.loop.step import StepResult
+from gym_trainer.objectives.distillation import DistillationObjective
+
+TRL = json.loads(Path(__file__).with_name("trl.json").read_text())["distillation"]
+TEMPERATURE, BETA = 1.7, 0.3
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p * (p.log() - q.log())).sum(-1)
+
+
+def jsd(teacher: Tensor, student: Tensor) -> Tensor:
+    middle = BETA * teacher + (1 - BETA) * student
+    return BETA * kl(teacher, middle) + (1 - BETA) * kl(student, middle)
+
+
+DEFINITIONS = {
+    "forward_kl": lambda teacher, student: kl(teacher, student),
+    "reverse_kl": lambda teacher, student: kl(student, teacher),
+    "jsd": jsd,
+}
+
+
+def rows() -> GroupStore:
+    return GroupStore([(chosen,) for chosen, _ in pair_store().groups])
+
+
+def distil(kind: str, student: torch.nn.Module, *, tokens: int = 10_000, sft_weight: float = 0.0) -> StepResult:
+    method = Distillation(
+        teacher="./t",
+        divergence=kind,  # type: ignore[arg-type]
+        beta=BETA,
+        temperature=TEMPERATURE,
+        sft_weight=sft_weight,
+    )
+    objective = DistillationObjective(method, teacher=None)  # type: ignore[arg-type]
+    objective._teacher = ForwardModel(known_model(2.0))
+    return measure(objective, student, StoreRows(rows()), tokens=tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [20, 10_000])
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_a_divergence_and_its_gradient_are_those_of_its_definition(
+    kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, teacher = known_model(1.0), known_model(2.0)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for (document,) in rows().groups:
+        ids = torch.tensor(document.ids.astype(np.int64))[None]
+        trained = torch.tensor(document.loss_mask[1:] != 0)
+        own, other = (
+            torch.softmax(model(input_ids=ids).logits[0, :-1][trained] / TEMPERATURE, -1)
+            for model in (student, teacher)
+        )
+        nll = -torch.log_softmax(student(input_ids=ids).logits[0, :-1][trained], -1).gather(
+            1, ids[0, 1:][trained, None]
+        )
+        total = total + (DEFINITIONS[kind](other.detach(), own)).sum() + 0.25 * nll.sum()
+        count += int(trained.sum())
+    (total / count).backward()
+    expected = gradients(student)
+
+    monkeypatch.setattr(DistillationObjective, "_chunk_size", staticmethod(lambda model: 5))
+    result = distil(kind, student, tokens=tokens, sft_weight=0.25)
+
+    assert result.normaliser == count
+    assert result.loss == pytest.approx(float(total) / count, rel=1e-5)
+    for name, gradient in gradients(student).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_a_divergence_is_trls(kind: str) -> None:
+    student = known_model(1.0)
+    assert distil(kind, student).loss == pytest.approx(TRL[kind]["loss"], rel=1e-5)
+    assert fingerprint(student) == pytest.approx(TRL[kind]["gradient"], rel=1e-4)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
+    for kind in DEFINITIONS:
+        student = known_model(2.0)
+        assert distil(kind, student).loss == pytest.approx(0, abs=1e-6)
+        assert fingerprint(student)[0] < 1e-4
+
+
+def test_chunks_bound_the_logits_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = fast_divergence.divergence
+    monkeypatch.setattr(fast_divergence, "divergence", lambda own, *rest: seen.append(len(own)) or original(own, *rest))
+    monkeypatch.setattr(DistillationObjective, "_chunk_size", staticmethod(lambda model: 4))
+    result = distil("forward_kl", known_model(1.0))
+    assert max(seen) == 4
+    assert sum(seen) == 2 * result.normaliser  # once more in the backward pass
+
+
+def test_padded_vocabularies_are_compared_where_both_have_tokens() -> None:
+    own, other = torch.randn(6, 40, dtype=torch.float64), torch.randn(6, 48, dtype=torch.float64)
+    compared = fast_divergence.compare(
+        lambda chunk: own[chunk], lambda chunk: other[chunk], torch.arange(6), kind="forward_kl", chunk_size=3
+    )
+    expected = kl(torch.softmax(other[:, :40], -1), torch.softmax(own, -1)).sum()
+    assert float(compared.divergence_sum) == pytest.approx(float(expected), rel=1e-6)
