@@ -42,6 +42,7 @@ def start(model: ResolvedModel, settings: EngineSettings) -> StandInEngine:
     """The factory that `engine.kind` names."""
     if (model.folder / "refuse-to-load").exists():
         raise EngineError("there is not enough memory for this model")
+    (model.folder / "device").write_text(settings.device, encoding="utf-8")
     return StandInEngine(Tokenizer.from_folder(model.folder))
 
 

@@ -6,6 +6,7 @@ workers              starts a worker with a session of its own, which starts ano
 stubborn             the same, and ignores SIGTERM
 fails                exits with 1 and a message
 mistaken             exits with 2 and a message
+asks                 calls its student's endpoint for the list of models, then waits as `waits` does
 learns               succeeds with a library of experiences
 dies-once            kills itself after two steps; the resumed run succeeds
 """
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import httpx
 
 from gym_data.experience import LIBRARY_FILE, MANIFEST_FILE, Experience, ExperienceLibrary, write_library
 from gym_sdk.events import EventWriter, RunState
@@ -79,6 +82,11 @@ def play(name: str, run: RunDir, events: EventWriter, resumed: bool) -> int:
         step(run, events, 1)
         while True:
             time.sleep(3600)
+    if name == "asks":
+        endpoint = load_spec(run.spec_path).method.student.base_url
+        answer = httpx.get(f"{endpoint}/models", headers={"authorization": f"Bearer {os.environ['GYM_API_KEY']}"})
+        (run.path / "answer.json").write_bytes(answer.content)
+        name = "waits"
     if name == "waits":
         number = len(list(run.checkpoints_dir.iterdir()))
         while not (run.path / "go").exists():

@@ -16,6 +16,7 @@ from daemon_process import DaemonProcess
 from model_folder import write_adapter_folder, write_model
 from rpc_client import RpcClient, chat_input, details
 from stand_in_engine import prompt_digest
+from test_daemon_robustness import get_job, run_dir, until
 from test_rpc import ROWS, upload, watch
 
 from gym_data import ChatRenderer, Tokenizer
@@ -251,3 +252,26 @@ def test_gym_chat_loads_the_model_where_its_endpoint_on_this_machine_is_gone(
     finally:
         chat.close()
     assert seen == [trained_prompt(smollm2_folder, CHATS["a question"], LIBRARY)]
+
+
+def test_a_job_asks_the_daemon_that_runs_it_as_its_owner_and_no_longer_than_it_runs(
+    rpc: RpcClient, shared_daemon: DaemonProcess
+) -> None:
+    spec = training_free_spec(f"file:{upload(rpc, ROWS).id}", name="asks")
+    request = jobs_pb2.CreateJobRequest(spec_json=json.dumps(spec), spec_version=1)
+    job = rpc.call("JobService", "CreateJob", request).job
+    folder = run_dir(shared_daemon, job.id)
+    until(
+        lambda: (folder / "answer.json").exists() and get_job(rpc, job.id).progress.step >= 1, "the endpoint's answer"
+    )
+    assert "tiny" in {model["id"] for model in json.loads((folder / "answer.json").read_text())["data"]}
+    key = json.loads((folder / "environment.json").read_text())["GYM_API_KEY"]
+    with shared_daemon.http(key) as http:
+        assert http.get("/v1/models").status_code == 200
+        assert http.get("/metrics").status_code == 403, "its owner is an admin, it is not"
+        (folder / "go").touch()
+        watch(rpc, job.id)
+        assert http.get("/v1/models").status_code == 401
+    with shared_daemon.http(key[:-1] + ("0" if key[-1] != "0" else "1")) as http:
+        assert http.get("/v1/models").status_code == 401
+    assert key not in shared_daemon.log

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -28,6 +29,7 @@ _MEMORY_S = 2.0
 """How long a looked-up key is believed: a revoked key works no longer than this."""
 _USE_S = 60.0
 """How fine the time of a key's last use is kept."""
+_STATES_OF_RUNNING_JOBS = ("starting", "running", "pausing", "cancelling")
 
 
 class Scope(StrEnum):
@@ -122,12 +124,40 @@ def _key_of(row: sqlite3.Row) -> Key:
     )
 
 
+class JobKeys:
+    """Keys by which a job calls the daemon that runs it, as its owner and no longer than it runs.
+
+    Nothing is stored for them: a job's key is an HMAC of its id, so a restarted daemon knows those of its jobs again.
+    """
+
+    _PREFIX = "gym-job."
+
+    def __init__(self, path: Path) -> None:
+        """`path` holds the daemon's own secret; it is made (mode 0600) when it is not there."""
+        if not path.exists():
+            write_private(path, secrets.token_hex(32))
+        self._secret = path.read_bytes()
+
+    def secret_of(self, job_id: str) -> str:
+        """The key of a job."""
+        return f"{self._PREFIX}{job_id}.{hmac.new(self._secret, job_id.encode(), hashlib.sha256).hexdigest()}"
+
+    def job_of(self, secret: str) -> str | None:
+        """The job whose key this is; None where it is none."""
+        job_id = secret.removeprefix(self._PREFIX).rpartition(".")[0]
+        own = self.secret_of(job_id).encode()
+        return job_id if hmac.compare_digest(own, secret.encode("utf-8", "surrogateescape")) else None
+
+
 class Keyring:
     """Answers whose key a secret is."""
 
-    def __init__(self, database: Database, static: dict[bytes, Key] | None = None) -> None:
+    def __init__(
+        self, database: Database, static: dict[bytes, Key] | None = None, job_keys: JobKeys | None = None
+    ) -> None:
         self._database = database
         self._static = static or {}
+        self._job_keys = job_keys
         self._memory: dict[bytes, tuple[float, Key]] = {}
 
     async def authenticate(self, authorization: str | None) -> Key:
@@ -142,6 +172,8 @@ class Keyring:
         hashed = digest(secret.strip())
         if (key := self._static.get(hashed)) is not None:
             return key
+        if self._job_keys is not None and (job_id := self._job_keys.job_of(secret.strip())) is not None:
+            return await self._of_job(job_id)
         now = time.monotonic()
         remembered = self._memory.get(hashed)
         if remembered is not None and now - remembered[0] < _MEMORY_S:
@@ -163,6 +195,24 @@ class Keyring:
                 )
             )
         return key
+
+    async def _of_job(self, job_id: str) -> Key:
+        """The owner of a job that runs, without an admin's rights."""
+
+        def look(connection: sqlite3.Connection) -> tuple[str, Key | None]:
+            job = connection.execute("SELECT owner, state FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            if job is None or job["state"] not in _STATES_OF_RUNNING_JOBS:
+                return "", None
+            row = connection.execute(
+                "SELECT * FROM keys WHERE id = ? AND revoked_at IS NULL", (job["owner"],)
+            ).fetchone()
+            return job["owner"], _key_of(row) if row is not None else None
+
+        owner, key = await self._database.read(look)
+        key = key or next((each for each in self._static.values() if each.id == owner), None)
+        if key is None:
+            raise ServiceError(Reason.KEY_INVALID, "the key is of a job that does not run")
+        return dataclasses.replace(key, name=f"{key.name}'s {job_id}", scope=Scope.USER)
 
     def forget(self) -> None:
         """Looks every key up again."""

@@ -26,11 +26,12 @@ from gym_sdk.rundir import RunDir
 from gym_sdk.spec import SPEC_VERSION, TrainingFreeGrpo, load_spec
 from gym_serve._changes import Changes
 from gym_serve._database import Database
-from gym_serve.auth import Key, Keyring, ensure_local_key, list_keys, take_environment_keys, write_private
+from gym_serve.auth import JobKeys, Key, Keyring, ensure_local_key, list_keys, take_environment_keys, write_private
 from gym_serve.catalog import EVERYONE, Catalog, Model
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.service import FileService
 from gym_serve.generation import Generation
+from gym_serve.gpus import plan_gpus
 from gym_serve.grpc import convert
 from gym_serve.grpc.dispatch import Method, methods
 from gym_serve.grpc.files import FileRpc
@@ -76,16 +77,19 @@ class Daemon:
         self.database = Database(data_dir / "gym.db")
         self.metrics = Metrics()
         environment_keys = take_environment_keys(os.environ)
-        self.keyring = Keyring(self.database, environment_keys)
+        job_keys = JobKeys(data_dir / "jobs.secret")
+        self.keyring = Keyring(self.database, environment_keys, job_keys)
         self._check_bind(environment_keys.values())
         self.rates = RateLimiter(settings.limits)
         self.streams = StreamLimiter(settings.limits)
         self.files = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
         self.catalog = Catalog(self.database, data_dir / "models")
-        self.serving = Serving(self.catalog, settings.engine, find_factory(settings.engine.kind))
+        self.gpus = plan_gpus(settings, count_gpus(os.environ))
+        engine = settings.engine.model_copy(update={"device": self.gpus.device})
+        self.serving = Serving(self.catalog, engine, find_factory(engine.kind))
         self.generation = Generation(self.catalog, self.serving, self.metrics, settings)
         self.results = JobResults(self.database, self.files, self.catalog, self.serving.load_beside)
-        self.num_gpus = count_gpus(os.environ) if settings.jobs.num_gpus == "auto" else settings.jobs.num_gpus
+        self.num_gpus = self.gpus.num_for_jobs
         changes = Changes()
         jobs_dir = data_dir / "jobs"
         self.runner = JobRunner(
@@ -96,6 +100,8 @@ class Daemon:
             jobs_dir=jobs_dir,
             changes=changes,
             register_model=self.results.register,
+            on_gpus_held=self._share_gpus,
+            job_key=job_keys.secret_of,
             metrics=self.metrics,
         )
         self.jobs = JobService(
@@ -107,11 +113,13 @@ class Daemon:
             settings=settings.jobs,
             num_gpus=self.num_gpus,
             jobs_dir=jobs_dir,
+            own_url=lambda: self.http_url,
         )
         self.draining = False
         self.http_url = ""
         self.grpc_target = ""
         self._first: Model | None = None
+        self._yielded = False
         self._background: list[asyncio.Task[None]] = []
         self.metrics.add_gauges(self._gauges)
 
@@ -195,7 +203,7 @@ class Daemon:
         await self._grpc.set_serving(True)
         await self.runner.recover()
         self._background.append(asyncio.create_task(self.files.collect_forever(), name="collect"))
-        if self._first is not None:
+        if self._first is not None and not self._yielded:
             self._background.append(asyncio.create_task(self._load_first(self._first), name="first-model"))
         addresses = {"pid": os.getpid(), "http_url": self.http_url, "grpc_target": self.grpc_target}
         write_private(self.settings.data_dir / ADDRESS_FILE, json.dumps(addresses))
@@ -252,6 +260,19 @@ class Daemon:
             presence, message = self.serving.presence(self._first)
             parts["model"] = "ok" if presence is Presence.LOADED else message or presence.value
         return parts
+
+    async def _share_gpus(self, held: frozenset[int]) -> None:
+        """Jobs hold these GPUs: the engine leaves its own, or comes back to it."""
+        away = self.gpus.must_yield(held)
+        if away and not self._yielded:
+            self._yielded = True
+            logger.info("the models leave GPU %s to a job", self.gpus.engine)
+            await self.serving.go_away("the GPU is training a job, so models are out of its memory")
+        elif not away and self._yielded:
+            self._yielded = False
+            self.serving.come_back()
+            if self._first is not None:
+                self._background.append(asyncio.create_task(self._load_first(self._first), name="first-model"))
 
     async def _load_first(self, model: Model) -> None:
         try:

@@ -14,7 +14,6 @@ import asyncio
 import importlib
 import importlib.metadata
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from gym_serve.catalog import Catalog, Model, ModelKind
 from gym_serve.engines.base import Engine, EngineError, EngineStats
 from gym_serve.errors import Reason, ServiceError
 from gym_serve.inference import ChatModel
-from gym_serve.jobs.environment import count_gpus
 from gym_serve.models import ResolvedModel, resolve
 from gym_serve.settings import EngineSettings
 
@@ -35,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _RESTART_S = 60.0
 """How long a request waits for an engine that restarts itself."""
+_AWAY_RETRY_S = 30.0
 _RETRY_START_S = 5.0
 """How long a failed start is remembered, so that a hundred waiting requests do not cause a hundred starts."""
 
@@ -104,9 +103,19 @@ class Serving:
         self._libraries: dict[str, ExperienceLibrary] = {}
         """By the version's content id."""
         self._num_replaced = 0
+        self._away: str | None = None
+        """Why models are kept out of memory."""
 
     async def use(self, model: Model) -> Ready:
-        """The engine for one request, with the model in it. Raises `GymError` where it cannot be loaded."""
+        """The engine for one request, with the model in it. Raises `GymError` where it cannot be loaded, and
+        `ServiceError` while it has to stay out of memory."""
+        if self._away is not None:
+            raise ServiceError(
+                Reason.ENGINE_DOWN,
+                self._away,
+                hint="try again later; engine.gpu_policy in the daemon's settings decides this",
+                retry_after_s=_AWAY_RETRY_S,
+            )
         loaded = await self._base(self._catalog.base_of(model))
         loaded.num_open += 1
         loaded.used_at = time.monotonic()
@@ -134,7 +143,7 @@ class Serving:
     async def load_beside(self, model: Model) -> None:
         """Puts a new adapter or library before its base, if that is loaded; otherwise its first request does."""
         base = self._catalog.base_of(model)
-        if model.kind is not ModelKind.BASE and base.id in self._bases:
+        if model.kind is not ModelKind.BASE and base.id in self._bases and self._away is None:
             await self.load(model)
 
     async def unload(self, model: Model) -> None:
@@ -152,6 +161,20 @@ class Serving:
             assert chat_model.adapter is not None
             await asyncio.to_thread(loaded.engine.unload_adapter, chat_model.adapter)
 
+    async def go_away(self, why: str) -> None:
+        """Takes every model out of memory and keeps it out until `come_back`. Running answers may go on for
+        `engine.yield_after_s`; new ones are refused at once."""
+        self._away = why
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        deadline = time.monotonic() + self._settings.yield_after_s
+        while any(loaded.num_open for loaded in self._bases.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(self._close(loaded) for loaded in list(self._bases.values())))
+
+    def come_back(self) -> None:
+        """Models may be loaded again."""
+        self._away = None
+
     def presence(self, model: Model) -> tuple[Presence, str]:
         """Where a model is, and why where it failed."""
         if model.kind is ModelKind.EXPERIENCES:
@@ -160,6 +183,8 @@ class Serving:
         if base_id in self._starting:
             return Presence.LOADING, ""
         loaded = self._bases.get(base_id)
+        if loaded is None and self._away is not None:
+            return Presence.AVAILABLE, self._away
         if loaded is None:
             failure = self._failures.get(base_id)
             return (Presence.FAILED, failure[1].message) if failure else (Presence.AVAILABLE, "")
@@ -296,14 +321,11 @@ def start_transformers(model: ResolvedModel, settings: EngineSettings) -> Engine
     from gym_serve.engines.remote import RemoteEngine
     from gym_serve.engines.worker import WorkerSettings
 
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if count_gpus(os.environ) else "cpu"
     return RemoteEngine(
         WorkerSettings(
             folder=str(model.folder),
             dtype=settings.dtype,
-            device=device,
+            device=settings.device,
             max_slots=settings.max_batch_size,
             num_threads=settings.num_threads or None,
         )

@@ -92,7 +92,8 @@ class JobSettings(Section):
     """`[jobs]`: how many runs go side by side, and what they may use."""
 
     num_gpus: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """The GPUs that jobs may use; `auto` counts the NVIDIA devices of this machine."""
+    """The GPUs that jobs may use, counted from the first; `auto` is all NVIDIA devices of this machine less those that
+    the engine reserves (see `engine.gpu_policy`)."""
 
     max_cpu_jobs: Annotated[int, Field(ge=0)] = 1
     """Jobs without a GPU that may run side by side."""
@@ -155,8 +156,20 @@ class EngineSettings(Section):
     model: str = ""
     """The base model, or a run directory, that is served from the start; none when empty."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to generate: a CUDA device when there is one."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")] = "auto"
+    """Where to generate: `cpu`, `cuda` (the last GPU), `cuda:N`; `auto` is `cuda` when there is one."""
+
+    num_gpus: Annotated[int, Field(ge=1)] = 1
+    """GPUs of a started vLLM server (with `--tensor-parallel-size` among `vllm_arguments`); `transformers` uses one."""
+
+    gpu_policy: Literal["auto", "reserve", "yield", "share"] = "auto"
+    """What happens where jobs and the engine want the same GPU. `reserve`: it is the engine's, jobs get the others.
+    `yield`: jobs go first; while one holds the engine's GPU, models are out of memory and chats are refused with the
+    time to try again. `share`: both at once, and you make sure that they fit. `auto` reserves where that leaves jobs a
+    GPU, and yields on a machine with one."""
+
+    yield_after_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long running answers may go on when the engine has to make room for a job."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the weights; as in a run's `model.dtype`."""

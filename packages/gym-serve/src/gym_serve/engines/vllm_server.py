@@ -130,6 +130,7 @@ class StartedServer:
             **os.environ,
             "VLLM_API_KEY": self.api_key,  # not an argument: those can be read by every user of the machine
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            **_visible(self._settings),
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
@@ -170,6 +171,16 @@ def is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _visible(settings: EngineSettings) -> dict[str, str]:
+    """The server's GPUs, among those that the daemon may see."""
+    name, _, first = settings.device.partition(":")
+    if name != "cuda" or not first:
+        return {}
+    own = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    indices = range(int(first), int(first) + settings.num_gpus)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own[index] if own else str(index) for index in indices)}
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ translated here or refused; a field that is added to the specification later is 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from gym_sdk.errors import Problem, SpecError, Where
-from gym_sdk.spec import RunSpec
+from gym_sdk.spec import RunSpec, TrainingFreeGrpo
 from gym_sdk.spec._base import FilePath
+from gym_sdk.spec.training_free import EndpointSpec
+from gym_serve.jobs.model import Job
 from gym_serve.settings import JobSettings
 
 FILE_SCHEME = "file:"
@@ -105,12 +108,25 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
     return Admitted(spec=_replace(spec, changes), file_ids=file_ids)
 
 
-def place_files(spec: RunSpec, place: Callable[[str], str], runs_dir: str) -> RunSpec:
-    """The specification that the trainer gets: files as paths (`place(file id)`), output below the job's folder."""
+def asks_an_endpoint(job: Job) -> bool:
+    """Whether a job's model answers at an endpoint, which may be this daemon."""
+    return json.loads(job.spec_json)["method"]["kind"] == "training_free_grpo"
+
+
+def place_files(spec: RunSpec, place: Callable[[str], str], runs_dir: str, *, own_url: str = "") -> RunSpec:
+    """The specification that the trainer gets: files as paths (`place(file id)`), output below the job's folder, and
+    `own_url` where it names `gym serve` on this machine by the default address."""
     changes = {
         path: place(value.removeprefix(FILE_SCHEME)) for path, value in _named_paths(spec) if _DATA_SOURCE.match(path)
     }
     changes["output.dir"] = runs_dir
+    if own_url and isinstance(spec.method, TrainingFreeGrpo):
+        # The client means the daemon that it sends the job to, at whatever port that listens.
+        own = re.sub(r"//(0\.0\.0\.0|\[::\])(?=:)", "//127.0.0.1", own_url) + "/v1"
+        endpoints = {"student": spec.method.student, "teacher": spec.method.teacher}
+        for name, endpoint in endpoints.items():
+            if endpoint is not None and endpoint.base_url == EndpointSpec().base_url:
+                changes[f"method.{name}.base_url"] = own
     return _replace(spec, changes)
 
 

@@ -15,7 +15,7 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.auth import list_keys
 from gym_serve.jobs import store
+from gym_serve.jobs.admission import asks_an_endpoint
 from gym_serve.jobs.environment import job_environment
 from gym_serve.jobs.model import FINAL, OUTPUT_FILE, Attempt, Failure, Job, JobState
 from gym_serve.jobs.queue import Capacity, Running, choose
@@ -53,10 +54,14 @@ class JobRunner:
         jobs_dir: Path,
         changes: Changes,
         register_model: Callable[[Job, Path], Awaitable[str | None]],
+        on_gpus_held: Callable[[frozenset[int]], Awaitable[None]] | None = None,
+        job_key: Callable[[str], str] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         """`register_model(job, run_dir)` makes the result servable and returns its id, or None for a result that is
-        none of the daemon's models. It may be called again for the same job, and must then give the same id."""
+        none of the daemon's models. It may be called again for the same job, and must then give the same id.
+        `on_gpus_held` is told which GPUs jobs hold: before a job starts on them, and after it has ended.
+        `job_key(job id)` is the key by which a job whose model answers at an endpoint may call this daemon."""
         self._database = database
         self._launcher = launcher
         self._settings = settings
@@ -69,6 +74,8 @@ class JobRunner:
         self._jobs_dir = jobs_dir
         self._changes = changes
         self._register_model = register_model
+        self._on_gpus_held = on_gpus_held
+        self._job_key = job_key
         self._metrics = metrics
         self.num_queued = 0
         self._last_started: dict[str, float] = {}
@@ -85,6 +92,7 @@ class JobRunner:
             if job.state in (JobState.CANCELLING, JobState.PAUSING):
                 self._launcher.stop(attempt.process)
             self._follow(job, attempt)
+        await self._tell_gpus()
         self._loop = asyncio.create_task(self._schedule_forever(), name="job-queue")
 
     async def close(self) -> None:
@@ -107,6 +115,11 @@ class JobRunner:
     def num_gpus_held(self) -> int:
         """GPUs that running jobs hold."""
         return sum(len(one.gpus) for one in self._running.values())
+
+    async def _tell_gpus(self, more: Sequence[int] = ()) -> None:
+        if self._on_gpus_held is not None:
+            held = {gpu for one in self._running.values() for gpu in one.gpus}
+            await self._on_gpus_held(frozenset(held.union(more)))
 
     async def stop(self, job_id: str) -> None:
         """Has a job's processes end; the follower writes down the end."""
@@ -156,18 +169,23 @@ class JobRunner:
 
             self._database.write_now(transaction)
 
+        environment = job_environment(os.environ, self._settings.environment, gpus)
+        if self._job_key is not None and asks_an_endpoint(job):
+            environment.setdefault("GYM_API_KEY", self._job_key(job.id))
         launch = Launch(
             command=self._command(job),
             directory=directory,
             output=self._jobs_dir / job.id / OUTPUT_FILE,
             working_directory=self._jobs_dir / job.id,
-            environment=job_environment(os.environ, self._settings.environment, gpus),
+            environment=environment,
             token=secrets.token_hex(16),
             grace_s=self._settings.cancel_grace_s,
         )
         try:
+            await self._tell_gpus(gpus)
             await asyncio.to_thread(self._launcher.start, launch, record)
         except _NotQueued:
+            await self._tell_gpus()
             return  # cancelled or deleted between the choice and the start
         except (OSError, GymError) as error:
             logger.error("job %s: could not be started: %s", job.id, error)
@@ -178,6 +196,7 @@ class JobRunner:
                 )
             )
             self._changes.notify(job.id)
+            await self._tell_gpus()
             return
         self._last_started[job.owner] = time.time()
         job, attempts = await self._database.read(
@@ -226,6 +245,7 @@ class JobRunner:
             await asyncio.sleep(_POLL_S)
         del self._running[job.id]
         del self._followers[job.id]
+        await self._tell_gpus()
         self.wake()
 
     async def _finish(self, job_id: str, attempt: Attempt, outcome: Outcome, run_dir: Path | None) -> None:

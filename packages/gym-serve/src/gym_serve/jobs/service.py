@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from gym_sdk.spec import RunSpec, canonical_json, parse_spec, sha256
@@ -49,7 +49,10 @@ class JobService:
         settings: JobSettings,
         num_gpus: int,
         jobs_dir: Path,
+        own_url: Callable[[], str] = lambda: "",
     ) -> None:
+        """`own_url` is the daemon's HTTP address, for jobs whose model answers there."""
+        self._own_url = own_url
         self._database = database
         self._files = files
         self._models = models
@@ -130,6 +133,7 @@ class JobService:
                 admitted.spec,
                 lambda file_id: str(self._files.link(files[file_id], folder / "data")),
                 str(folder / "runs"),
+                own_url=self._own_url(),
             )
             (folder / "spec.json").write_text(canonical_json(placed), encoding="utf-8")
 
