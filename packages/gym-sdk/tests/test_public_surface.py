@@ -35,7 +35,8 @@ SURFACE = {
 RESOURCES = {
     "files": "delete download get list upload",
     "jobs": "artifacts cancel checkpoints create delete events files get list logs pause resume validate wait",
-    "models": "create_adapter create_base create_from_job delete delete_alias get list load set_alias unload",
+    "models": "create_adapter create_base create_experiences create_from_job"
+    " delete delete_alias get list load set_alias unload",
     "chat": "count_tokens create stream",
     "keys": "create list revoke",
 }

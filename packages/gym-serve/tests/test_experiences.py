@@ -123,7 +123,7 @@ def test_a_job_that_learns_makes_a_model_and_files(
 def test_a_library_for_a_model_that_is_not_served_here_is_kept_as_files(rpc: RpcClient) -> None:
     job = run_job(rpc, model={"source": "some/hosted-model"}, method={"student": {"model": "hosted-7"}})
     assert (job.state, job.model_id) == (jobs_pb2.JOB_STATE_SUCCEEDED, "")
-    assert "not served here" in job.state_message
+    assert "none of the models that are served here" in job.state_message
     artifacts = rpc.call("JobService", "ListJobArtifacts", jobs_pb2.ListJobArtifactsRequest(job_id=job.id)).artifacts
     assert "experiences" in {artifact.kind for artifact in artifacts}
 

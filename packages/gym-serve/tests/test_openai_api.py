@@ -11,6 +11,8 @@ import openai
 import pytest
 from daemon_process import DaemonProcess
 
+from gym_sdk.spec.preference import Dpo
+
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 ROWS = (json.dumps(ROW) + "\n").encode() * 3
 
@@ -93,6 +95,44 @@ def test_unmodified_openai_client(client: openai.OpenAI) -> None:
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(job.fine_tuned_model)
+
+
+PAIR = {
+    "input": {"messages": [{"role": "user", "content": "hi"}]},
+    "preferred_output": [{"role": "assistant", "content": "yo"}],
+    "non_preferred_output": [{"role": "assistant", "content": "no"}],
+}
+PAIRS = (json.dumps(PAIR) + "\n").encode() * 3
+
+
+def test_dpo_is_gyms_own_dpo(daemon: DaemonProcess, client: openai.OpenAI) -> None:
+    pairs = client.files.create(file=("pairs.jsonl", PAIRS), purpose="fine-tune")
+    hyperparameters = {"beta": 0.2, "n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=pairs.id,
+        validation_file=pairs.id,
+        suffix="steps-2",
+        method={"type": "dpo", "dpo": {"hyperparameters": hyperparameters}},  # type: ignore[typeddict-item]
+    )
+    assert job.method is not None
+    assert job.method.type == "dpo"
+    assert job.method.dpo is not None
+    assert job.method.dpo.hyperparameters is not None
+    assert job.method.dpo.hyperparameters.model_dump() == hyperparameters
+    assert wait_for(client, job.id, "succeeded", "failed").fine_tuned_model is not None
+    spec = json.loads((daemon.data_dir / "jobs" / job.id / "spec.json").read_text(encoding="utf-8"))
+    assert spec["method"] == Dpo(beta=0.2).model_dump(mode="json")
+    assert (spec["train"]["epochs"], spec["train"]["batch_size"], spec["train"]["learning_rate"]) == (2.0, 4, 1e-4)
+    assert [source["source"].startswith(str(daemon.data_dir)) for source in spec["data"]["eval"]["sources"]] == [True]
+
+
+def test_rows_of_another_kind_are_refused_before_the_job_is_queued(client: openai.OpenAI) -> None:
+    pairs = client.files.create(file=("pairs.jsonl", PAIRS), purpose="fine-tune")
+    chats = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune")
+    for file, method, words in ((pairs, "supervised", "one answer"), (chats, "dpo", "a better and a worse")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.fine_tuning.jobs.create(model="tiny", training_file=file.id, method={"type": method})  # type: ignore[typeddict-item]
 
 
 def test_async_client_and_pages(daemon: DaemonProcess, client: openai.OpenAI) -> None:

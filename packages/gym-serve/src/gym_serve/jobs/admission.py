@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
                 file_ids.append(file_id)
         elif path == "model.source" and spec.method.kind == "training_free_grpo":
             continue  # no weights are read: it is a name that an endpoint knows
-        elif path == "model.source":
+        elif path in ("model.source", "method.teacher"):
             source = models.base_source(value)
             if models.experiences_folder(value) is not None:
                 refuse(
@@ -106,6 +106,36 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
     if problems:
         raise SpecError.of(tuple(problems), name="spec")
     return Admitted(spec=_replace(spec, changes), file_ids=file_ids)
+
+
+_FIT_FOR = {
+    **dict.fromkeys(("openai", "prompt_completion"), "sft"),
+    **dict.fromkeys(("openai_preference", "preference"), "preference"),
+    "unpaired": "unpaired",
+}
+"""Formats whose rows are fit for one kind of method only."""
+
+
+def check_rows(spec: RunSpec, formats: Mapping[str, str | None]) -> None:
+    """Raises `SpecError` where uploaded rows (the format of each file id) cannot train what the method learns from."""
+    wanted: str | None = getattr(spec.method, "data_objective", None)
+    problems: list[Problem] = []
+    for index, source in enumerate(spec.data.train):
+        found = formats.get(source.source.removeprefix(FILE_SCHEME))
+        fit_for = _FIT_FOR.get(found or "")
+        if wanted is None or fit_for is None or source.format != "auto" or fit_for == wanted:
+            continue
+        message = f"its rows are {_ROWS[fit_for]} ({found}); {spec.method.kind} learns from {_ROWS[wanted]}"
+        problems.append(Problem(message=message, where=Where(path=f"data.train[{index}].source"), hint=None))
+    if problems:
+        raise SpecError.of(tuple(problems), name="spec")
+
+
+_ROWS = {
+    "sft": "prompts with one answer",
+    "preference": "pairs of a better and a worse answer",
+    "unpaired": "answers with a label",
+}
 
 
 def asks_an_endpoint(job: Job) -> bool:

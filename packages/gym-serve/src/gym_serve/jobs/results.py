@@ -25,6 +25,10 @@ from gym_serve.jobs.model import Artifact, Job, checkpoint_name
 logger = logging.getLogger(__name__)
 
 
+_GIVE_NUMBERS = ("reward", "classification")
+"""Methods whose results score or sort texts instead of writing them."""
+
+
 class JobResults:
     """Registers what a run has made. Each step may be done again: ids follow from the job's own."""
 
@@ -43,8 +47,10 @@ class JobResults:
         self._load = load
 
     async def register(self, job: Job, run_dir: Path) -> str | None:
-        """Keeps the run's files, makes its model servable, and returns the model's id; None for a library of
-        experiences whose model is not served here."""
+        """Keeps the run's files, makes its model servable, and returns the model's id.
+
+        None for what is no model of this daemon: a scorer, a classifier, a library for a model served elsewhere.
+        """
         run = await asyncio.to_thread(RunDir.open, run_dir)
         model = await self.register_model(job, run)
         artifacts = [
@@ -68,6 +74,8 @@ class JobResults:
         spec = json.loads(job.spec_json)
         if (run.experience_dir / LIBRARY_FILE).is_file():
             return await self._register_experiences(job, run, spec)
+        if spec["method"]["kind"] in _GIVE_NUMBERS:
+            return None
         base = await self._base(spec["model"]["source"], spec["model"]["revision"])
         model_id = self._tuned_name(base, job)
         lineage = {"spec_sha256": job.spec_sha256}

@@ -35,6 +35,7 @@ from gym_serve.settings import JobSettings
 
 logger = logging.getLogger(__name__)
 
+_NO_MODEL = "what it made can be downloaded; it is none of the models that are served here"
 _POLL_S = 0.25
 """How often a run's event log and end are looked at."""
 _TAIL_BYTES = 4096
@@ -275,7 +276,7 @@ class JobRunner:
             job = store.get(connection, job_id)
             store.end_attempt(connection, job_id, outcome.describe())
             if registered:
-                message = "" if model_id else "its files can be downloaded; the model that it is for is not served here"
+                message = "" if model_id else _NO_MODEL
                 return store.move(connection, job_id, JobState.SUCCEEDED, message=message, model_id=model_id)
             if job.state is JobState.CANCELLING:
                 return store.move(connection, job_id, JobState.CANCELLED)

@@ -20,7 +20,7 @@ from gym_serve.auth import Key, require_admin
 from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files.service import FileService
 from gym_serve.jobs import store
-from gym_serve.jobs.admission import ModelLookup, admit, place_files
+from gym_serve.jobs.admission import ModelLookup, admit, check_rows, place_files
 from gym_serve.jobs.model import ACTIVE, FINAL, OUTPUT_FILE, Checkpoint, Job, JobEvent, JobState
 from gym_serve.jobs.runner import JobRunner
 from gym_serve.settings import JobSettings
@@ -97,6 +97,7 @@ class JobService:
             max_queued = self._settings.max_queued_per_key
         admitted = admit(spec, self._models, self._settings)
         files = {file_id: await self._files.file(key, file_id) for file_id in dict.fromkeys(admitted.file_ids)}
+        check_rows(spec, {file_id: file.format for file_id, file in files.items()})
         now = time.time()
         job = Job(
             id="" if validate_only else f"job-{secrets.token_hex(12)}",
