@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_families import FAMILIES, record_of
@@ -26,12 +29,34 @@ ROWS = [
     {"messages": [{"role": "user", "content": "b\nc"}, {"role": "assistant", "content": "d"}]},
 ]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def _arrow(kind: str) -> bytes:
+    table = pyarrow.Table.from_pylist([{"prompt": f"é {i}", "completion": f"b{i}"} for i in range(3)])
+    out = pyarrow.BufferOutputStream()
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, out)
+    else:
+        new = pyarrow.ipc.new_file if kind == "arrow" else pyarrow.ipc.new_stream
+        with new(out, table.schema) as writer:
+            writer.write_table(table)
+    return out.getvalue().to_pybytes()
+
+
 FILES = {
     ".jsonl": LINES,
     ".json": json.dumps(ROWS).encode(),
     ".csv": b'prompt,completion\n"a, b","c\nd"\ne,f\n',
+    ".tsv": b"prompt\tcompletion\na, b\tc\ne\tf\n",
+    ".txt": "é 日本\n".encode(),
     ".jsonl.gz": gzip.compress(LINES),
+    ".jsonl.zst": zstandard.compress(LINES),
+    ".parquet": _arrow("parquet"),
+    ".arrow": _arrow("arrow"),
+    ".stream.arrow": _arrow("stream"),
 }
+ENDLESS = (".csv", ".tsv", ".txt")
+"""Files whose last value cannot be told from one that was cut."""
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -59,14 +84,34 @@ def test_a_cut_file_gives_its_whole_rows_or_an_error_and_never_a_changed_value(s
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(FILES[suffix])
     whole = [(record.prompt, record.candidates) for record in read_records(DataSource(source=str(path)))]
-    for cut in range(len(FILES[suffix])):
+    for cut in range(0, len(FILES[suffix]), 1 + len(FILES[suffix]) // 400):
         path.write_bytes(FILES[suffix][:cut])
         try:
             found = [(record.prompt, record.candidates) for record in read_records(DataSource(source=str(path)))]
         except GymError:
             continue
-        if suffix != ".csv":  # a table's last value cannot be told from one that was cut
+        if suffix not in ENDLESS:
             assert found == whole[: len(found)]
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_a_file_with_a_changed_byte_is_rows_or_an_error_with_its_name(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{suffix}"
+
+    @QUICK
+    @given(st.integers(0, len(FILES[suffix]) - 1), st.integers(1, 255))
+    def check(place: int, change: int) -> None:
+        data = bytearray(FILES[suffix])
+        data[place] ^= change
+        path.write_bytes(data)
+        try:
+            list(read_records(DataSource(source=str(path))))
+        except DataError as error:
+            places.append(str(error))
+
+    places: list[str] = []
+    check()
+    assert all(str(path) in place for place in places)
 
 
 # fmt: off

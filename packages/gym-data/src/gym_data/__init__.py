@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gym_data.report import DataReport
     from gym_data.sources.records import read_records
     from gym_data.store.read import Document, TokenStore
+    from gym_data.streaming.stream import RowStream, Streamed, open_stream
 
 _HOMES = {
     "Candidate": "record",
@@ -24,10 +25,13 @@ _HOMES = {
     "Part": "record",
     "Prepared": "_prepare",
     "Record": "record",
+    "RowStream": "streaming.stream",
     "Source": "record",
+    "Streamed": "streaming.stream",
     "TokenStore": "store.read",
     "Tokenizer": "encoding.tokenizer",
     "ToolCall": "record",
+    "open_stream": "streaming.stream",
     "prepare": "_prepare",
     "read_records": "sources.records",
 }
@@ -42,10 +46,13 @@ __all__ = [
     "Part",
     "Prepared",
     "Record",
+    "RowStream",
     "Source",
+    "Streamed",
     "TokenStore",
     "Tokenizer",
     "ToolCall",
+    "open_stream",
     "prepare",
     "read_records",
 ]

@@ -6,28 +6,35 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gym_data.encoding.tokenizer import Tokenizer
+from gym_data.packing import micro_batches
+from gym_data.packing.wrapped import write_wrapped
 from gym_data.preparing.adapt import template_of
 from gym_data.preparing.assemble import SourceStore, held_out, is_in, write_training
 from gym_data.preparing.batch import EncodedBatch, encode_chunk
+from gym_data.preparing.counting import count_batch
 from gym_data.preparing.documents import Objective, RowEncoder
 from gym_data.preparing.workers import Setup, Workers
-from gym_data.report import DataReport, Dropped, LengthStats, Sample, sample_of
+from gym_data.rendering.template import clock_readings
+from gym_data.report import DataReport, LengthStats, Sample, sample_of
 from gym_data.sources.chunk import Chunk
 from gym_data.sources.inputs import open_input
 from gym_data.sources.records import RecordReader
 from gym_data.store.cache import cache_key, cached_folder
 from gym_data.store.read import DocumentRole, TokenStore
+from gym_data.store.write import StoreWriter
 from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSource, DataSpec
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Raised whenever the same input prepares differently."""
 
 Progress = Callable[[str, int, int | None], None]
@@ -37,6 +44,8 @@ NUM_SAMPLES = 3
 LARGE_BYTES = 32 << 20
 """From this size on, starting processes pays: they take about two seconds."""
 MAX_WORKERS = 16
+MAX_FILL_ROWS = 20_000
+"""Rows from which the fill of packs is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +65,29 @@ def prepare(
     cache_dir: str | Path,
     seed: int,
     objective: Objective | None = None,
+    now: datetime | None = None,
     on_progress: Progress | None = None,
 ) -> Prepared:
     """Reads, renders, masks and tokenises the data of a run with the tokenizer in `folder`.
 
-    `objective` says what the rows must be fit for; rows of another kind are an error before anything is trained. The
-    result is kept in `cache_dir` under a key of everything that it depends on: the bytes of the files, tokenizer and
-    template, the options, the seed and the version of this code.
+    `objective` says what the rows must be fit for; rows of another kind are an error before anything is trained. `now`
+    is what a chat template is told when it asks for the date. The result is kept in `cache_dir` under a key of
+    everything that it depends on: the bytes of the files, tokenizer and template, the date where the template writes
+    it, the options, the seed and the version of this code.
     """
     tokenizer = Tokenizer.from_folder(folder)
     progress = on_progress or (lambda stage, done, total: None)
+    encoder = RowEncoder(tokenizer, data, objective, now)
     sources = [*data.train, *data.eval.sources]
     digests = []
     for index, source in enumerate(sources):
         progress("fingerprint", index, len(sources))
         digests.append(open_input(source).digest())
-    options = data.model_dump(mode="json", exclude={"num_workers", "packing"})
-    key = cache_key(CODE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed)
-    build = _Build(data, tokenizer, objective, seed, key, digests, progress)
+    options = data.model_dump(mode="json", exclude={"num_workers", "packing", "streaming", "shuffle_buffer_rows"})
+    readings = [text for template in encoder.templates for text in clock_readings(template, encoder.now)]
+    key = cache_key(CODE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed, readings)
+    report = DataReport(fingerprint=key, moment=encoder.now.isoformat() if readings else "")
+    build = _Build(data, encoder, seed, digests, report, progress)
     built, was_there = cached_folder(Path(cache_dir) / "prepared", key, build.run)
     report = DataReport.from_json((built / "report.json").read_bytes())
     report.from_cache = was_there
@@ -88,47 +102,47 @@ class _Build:
     def __init__(
         self,
         data: DataSpec,
-        tokenizer: Tokenizer,
-        objective: Objective | None,
+        encoder: RowEncoder,
         seed: int,
-        key: str,
         digests: list[str],
+        report: DataReport,
         progress: Progress,
     ) -> None:
         self.data = data
-        self.tokenizer = tokenizer
+        self.tokenizer = encoder.tokenizer
         self.seed = seed
         self.digests = digests
         self.progress = progress
-        self.encoder = RowEncoder(tokenizer, data, objective)
-        self.report = DataReport(fingerprint=key)
-        self._objectives: set[str] = set()
+        self.encoder = encoder
+        self.report = report
 
     def run(self, target: Path) -> None:
         target.mkdir(parents=True)
         report = self.report
-        read = [self._read(target / f"source-{i}", source) for i, source in enumerate(self.data.train)]
-        self._require_rows(sum(len(source.hashes) for source in read))
-        every = np.concatenate([source.hashes for source in read])
-        out = held_out(every, self.data.eval.split)
-        edges = np.cumsum([0, *(len(source.hashes) for source in read)])
-        kept = [~out[a:b] for a, b in pairwise(edges)]
-        self._write_eval(target, read, kept, every[~out])
+        read = [
+            SourceStore(target / f"source-{i}", self._batches(source, is_eval=False))
+            for i, source in enumerate(self.data.train)
+        ]
+        self._require_rows(sum(source.num_groups for source in read))
+        kept = self._kept(read)
+        self._write_eval(target, read, kept)
         weights = [source.weight for source in self.data.train]
         write_training(target / "train", list(zip(read, kept, weights, strict=True)), self.seed)
-        for folder in target.glob("source-*"):
-            shutil.rmtree(folder)
-        train = TokenStore(target / "train")
+        for source in read:
+            source.remove()
         report.rows_train -= report.rows_eval_split
-        report.tokens, report.trained_tokens = train.num_tokens, train.num_trained_tokens
+        train = TokenStore(target / "train")
         report.lengths = LengthStats.of(train.lengths)
+        if self.data.packing_strategy == "wrapped":
+            train = self._wrapped(target / "train")
+            if (target / "eval").is_dir():
+                self._wrapped(target / "eval")
+        report.tokens, report.trained_tokens = train.num_tokens, train.num_trained_tokens
+        report.pack_fill = fill_of(train.group_lengths, self.data.max_length)
         report.samples = [self._sample(train, index) for index in _shown(train)]
-        report.objective = next(iter(self._objectives))
         self._check_labels(train)
         report.write(target)
-
-    def _read(self, folder: Path, source: DataSource) -> SourceStore:
-        return SourceStore(folder, self._batches(source, is_eval=False))
+        (target / "card.md").write_text(report.card(), encoding="utf-8")
 
     def _batches(self, source: DataSource, *, is_eval: bool) -> Iterator[EncodedBatch]:
         """The encoded chunks of a source, with their counts in the report."""
@@ -147,7 +161,7 @@ class _Build:
                 reader.raise_mixed()
             expected = next(iter(reader.seen), None)
             rows += batch.num_rows
-            self._count(batch, is_eval)
+            count_batch(self.report, batch, is_eval=is_eval)
             self.progress("prepare", self.report.rows_in, None)
             yield batch
         reader.check_not_empty()
@@ -175,31 +189,20 @@ class _Build:
             for chunk in chunks:
                 yield encode_chunk(chunk, source, expected, self.encoder, salt)
             return
-        setup = Setup(self.tokenizer.folder, self.data, self.encoder.objective, salt)
+        setup = Setup(self.tokenizer.folder, self.data, self.encoder.objective, salt, self.encoder.now)
         with Workers(setup, count) as workers:
             yield from workers.encode(chunks, source, expected)
 
-    def _count(self, batch: EncodedBatch, is_eval: bool) -> None:
-        report = self.report
-        report.rows_in += batch.num_rows
-        report.rows_truncated += batch.num_truncated
-        report.rows_without_stop += batch.num_without_stop
-        if is_eval:
-            report.rows_eval += batch.num_used
-        else:
-            report.rows_train += batch.num_used
-        for counted, into in ((batch.dropped, report.dropped), (batch.left_out, report.left_out)):
-            for reason, seen in counted.items():
-                into.setdefault(reason, Dropped()).merge(seen.count, seen.lines)
-        self._objectives |= batch.objectives.keys()
-        if len(self._objectives) > 1:
-            kinds = " and ".join(sorted(self._objectives))
-            raise DataError(f"rows for different objectives: {kinds}", hint="A run trains rows of one kind.")
+    def _kept(self, read: list[SourceStore]) -> list[NDArray[np.bool_]]:
+        """[G] of each source: the groups that are not held out."""
+        if not self.data.eval.split:
+            return [np.ones(source.num_groups, np.bool_) for source in read]
+        out = held_out(np.concatenate([source.hashes for source in read]), self.data.eval.split)
+        edges = np.cumsum([0, *(source.num_groups for source in read)])
+        return [~out[a:b] for a, b in pairwise(edges)]
 
-    def _write_eval(self, target: Path, read: list[SourceStore], kept: list[Any], training: Any) -> None:
-        from gym_data.store.write import StoreWriter
-
-        if not self.data.eval.sources and all(keep.all() for keep in kept):
+    def _write_eval(self, target: Path, read: list[SourceStore], kept: list[NDArray[np.bool_]]) -> None:
+        if not self.data.eval.sources and not self.data.eval.split:
             return
         with StoreWriter(target / "eval") as writer:
             for source, keep in zip(read, kept, strict=True):
@@ -208,6 +211,7 @@ class _Build:
                 # Rows of text may be several groups; a row counts as held out when its last piece is.
                 self.report.rows_eval_split += _num_rows(store, ~keep)
             self.report.rows_eval += self.report.rows_eval_split
+            training = np.concatenate([source.hashes[keep] for source, keep in zip(read, kept, strict=True)])
             for index, spec in enumerate(self.data.eval.sources):
                 source = SourceStore(target / f"source-eval-{index}", self._batches(spec, is_eval=True))
                 repeated = is_in(source.hashes, training)
@@ -216,6 +220,15 @@ class _Build:
                 for row in rows:
                     self.report.drop("an evaluation row that is also a training row", f"{spec.source}:{row}")
                 self.report.rows_eval -= len(rows)
+                source.remove()
+
+    def _wrapped(self, folder: Path) -> TokenStore:
+        """The store in blocks of `max_length` tokens, in the place of its documents."""
+        documents = folder.rename(folder.with_name(f"{folder.name}-documents"))
+        with StoreWriter(folder) as writer:
+            write_wrapped(TokenStore(documents), writer, self.data.max_length)
+        shutil.rmtree(documents)
+        return TokenStore(folder)
 
     def _require_rows(self, groups: int) -> None:
         if groups:
@@ -250,6 +263,17 @@ def num_workers(data: DataSpec, size_bytes: int | None) -> int:
         return data.num_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_WORKERS) if size_bytes and size_bytes >= LARGE_BYTES else 0
+
+
+def fill_of(lengths: NDArray[np.int64], pack_tokens: int) -> float:
+    """The share of packs that rows fill, packed best-fit: of a sample where there are many rows."""
+    if not len(lengths):
+        return 0.0
+    sample = np.asarray(lengths[:: max(1, -(-len(lengths) // MAX_FILL_ROWS))])
+    packs = micro_batches(np.arange(len(sample)), sample, pack_tokens)
+    # A row that is longer than a pack (a pair may be) has one of its own.
+    room = sum(max(pack_tokens, int(sample[rows].sum())) for rows in packs)
+    return round(int(sample.sum()) / room, 4)
 
 
 def _num_rows(store: TokenStore, chosen: Any) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gym_data.encoding.tokenizer import Tokenizer
 
 MAX_LISTED_LINES = 100
+_DERIVED = ("rows_used", "rows_dropped", "warnings")
 
 
 @dataclass(slots=True)
@@ -87,8 +88,12 @@ class DataReport:
     """The account of a preparation. Rows in = used for training + used for evaluation + dropped."""
 
     fingerprint: str = ""
-    objective: str = "sft"
+    objective: str = ""
     """What the rows are fit for: `sft`, `preference` or `unpaired`."""
+    moment: str = ""
+    """The date and time that the chat template was told, where it asks: the same rows need it again."""
+    streamed: bool = False
+    """Whether rows are counted while they are trained on: those in the shuffle buffer are counted already."""
     rows_in: int = 0
     rows_train: int = 0
     rows_eval: int = 0
@@ -102,9 +107,10 @@ class DataReport:
     tokens: int = 0
     trained_tokens: int = 0
     lengths: LengthStats = field(default_factory=LengthStats)
+    pack_fill: float = 0.0
+    """The share of packs of `max_length` tokens that rows fill, packed best-fit."""
     left_out: dict[str, Dropped] = field(default_factory=dict)
     """Fields that the chat template did not write, such as reasoning of earlier turns."""
-    warnings: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     sources: list[dict[str, Any]] = field(default_factory=list)
     from_cache: bool = False
@@ -126,7 +132,7 @@ class DataReport:
     def to_json(self) -> bytes:
         """The report as JSON."""
         return orjson.dumps(
-            {**asdict(self), "rows_used": self.rows_used, "rows_dropped": self.rows_dropped},
+            {**asdict(self), **{name: getattr(self, name) for name in _DERIVED}},
             option=orjson.OPT_INDENT_2,
         )
 
@@ -134,7 +140,7 @@ class DataReport:
     def from_json(cls, text: bytes) -> DataReport:
         """The report that `to_json` wrote."""
         value = orjson.loads(text)
-        for name in ("rows_used", "rows_dropped"):
+        for name in _DERIVED:
             del value[name]
         value["dropped"] = {reason: Dropped(**item) for reason, item in value["dropped"].items()}
         value["left_out"] = {name: Dropped(**item) for name, item in value["left_out"].items()}
@@ -146,7 +152,8 @@ class DataReport:
 
     def summary(self) -> str:
         """The counts in a few lines."""
-        lines = [
+        lines = ["rows are read while training; so far"] if self.streamed else []
+        lines += [
             f"{self.rows_in} rows in: {self.rows_train} train, {self.rows_eval} eval, {self.rows_dropped} dropped; "
             f"{self.tokens} tokens, {self.trained_tokens} trained"
         ]
@@ -155,6 +162,41 @@ class DataReport:
             lines.append(f"  truncated {self.rows_truncated}")
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a person should know before training on these rows."""
+        found = [
+            f"the chat template writes no {name} in {seen.count} rows ({', '.join(seen.lines[:5])})"
+            for name, seen in self.left_out.items()
+        ]
+        if self.rows_without_stop:
+            found.append(
+                f"the chat template writes no stop token after an answer of {self.rows_without_stop} rows: "
+                "from these the model does not learn to stop"
+            )
+        return found
+
+    def card(self) -> str:
+        """The data card: what went in, what came of it, and the digests by which both are known again."""
+        lines = ["# Data card", "", self.summary(), "", f"Fingerprint of the prepared data: `{self.fingerprint}`"]
+        if self.moment:
+            lines.append(f"The chat template was told that it is {self.moment}.")
+        lines += ["", "| source | format | rows | weight | sha256 |", "| --- | --- | --- | --- | --- |"]
+        for source in self.sources:
+            shown = [source.get(name, "") for name in ("source", "format", "rows", "weight")]
+            lines.append(f"| {' | '.join(map(str, shown))} | `{source.get('sha256', '')}` |")
+        length = self.lengths
+        lines += [
+            "",
+            f"Tokens of a row: median {length.median}, 90 % {length.p90}, 99 % {length.p99}, longest {length.maximum}; "
+            f"packs are {self.pack_fill:.1%} full.",
+            "",
+            "| tokens | rows |",
+            "| --- | --- |",
+            *(f"| {span} | {count} |" for span, count in length.histogram.items()),
+        ]
+        return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
         """Writes `report.json` into the folder."""

@@ -7,8 +7,8 @@ Every stage leaves its result in the run's folder, complete or absent, so that a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from gym_trainer._libraries import quieten_libraries, wait_without_spinning
 from gym_trainer.narrator import Narrator, recording
 
 if TYPE_CHECKING:
-    from gym_data import Prepared
+    from gym_data import Prepared, Streamed
     from gym_trainer.evaluation.run import Task
     from gym_trainer.exporting.folder import Base
     from gym_trainer.loop.fit import FitResult
@@ -114,11 +114,10 @@ def require_torch(what: str) -> None:
 
 def check_inputs(spec: RunSpec) -> None:
     """Find what is cheap to find before anything is made: files that are not there, trackers that are not installed."""
-    sources = [*spec.data.train, *spec.data.eval.sources, *(task.data for task in spec.evaluation.tasks)]
-    for source in sources:
-        path = Path(source.source)
-        if not source.source.startswith("file:") and not path.exists():
-            raise UserError("there is no such file", where=Where(file=str(path)), hint=_nearest(path))
+    from gym_data.sources import check_exists
+
+    for source in [*spec.data.train, *spec.data.eval.sources, *(task.data for task in spec.evaluation.tasks)]:
+        check_exists(source)
     if spec.output.report_to:
         from gym_trainer.loop.fit import check_trackers
 
@@ -135,42 +134,48 @@ def resolve(spec: RunSpec, told: Narrator) -> Base:
     return Base.of(resolved)
 
 
-def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prepared:
-    """Rows to exactly masked tokens; three of them are shown. A resumed run must find the data it began with."""
-    from gym_data import prepare
+def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prepared | Streamed:
+    """Rows to exactly masked tokens, or a stream of them; three are shown. A resumed run must find the data it began
+    with, and the date that the chat template was told then."""
+    from gym_data import open_stream, prepare
     from gym_trainer.showing import rendered_rows
 
     method = spec.method
     assert method.kind != "training_free_grpo"
+    before = records.read_json(run.data_dir / "report.json")
+    moment = (before or {}).get("moment")
     with told.stages() as report_progress:
-        prepared = prepare(
+        prepared = (open_stream if spec.data.streaming else prepare)(
             spec.data,
             base.resolved.folder,
             cache_dir=cache_dir(),
             seed=spec.seed,
             objective=method.data_objective,
+            now=datetime.fromisoformat(moment) if moment else None,
             on_progress=lambda stage, done, total: report_progress(stage, done, total, "rows"),
         )
-    before = records.read_json(run.data_dir / "report.json")
-    if before is not None and before["fingerprint"] != prepared.report.fingerprint:
+    report = prepared.report
+    if before is not None and before["fingerprint"] != report.fingerprint:
         raise UserError(
             "the data, the tokenizer or the template is not what this run began with",
             where=Where(file=str(run.path)),
             hint="start a new run; to go on from its weights, set adapter.init_from to its adapter",
         )
-    prepared.report.write(run.data_dir)
-    told.say(rendered_rows(prepared.report.samples))
-    told.say(prepared.report.summary())
+    report.write(run.data_dir)
+    told.say(rendered_rows(report.samples))
+    told.say(report.summary())
     return prepared
 
 
-def build_objective(spec: RunSpec, base: Base, prepared: Prepared) -> Objective:
+def build_objective(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> Objective:
     """What is optimised; a method's own inputs are checked before weights load."""
+    from gym_data import TokenStore
     from gym_trainer.objectives.base import build
 
     objective = build(spec, base, prepared)
-    for store in filter(None, (prepared.train, prepared.eval)):
-        objective.rows(store)
+    for store in (prepared.train, prepared.eval):
+        if isinstance(store, TokenStore):
+            objective.rows(store)
     return objective
 
 
@@ -181,7 +186,7 @@ def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
     return load(spec, base.renderer)
 
 
-def make_plan(spec: RunSpec, base: Base, prepared: Prepared, run: RunDir, told: Narrator) -> Plan:
+def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: RunDir, told: Narrator) -> Plan:
     """What will run, with its memory and time, shown and kept.
 
     Raises:
@@ -190,16 +195,13 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared, run: RunDir, told: 
     import torch
     from transformers import AutoConfig
 
-    from gym_trainer.planning import DataShape, detect, render
+    from gym_trainer.planning import detect, render
     from gym_trainer.planning import plan as choose
+    from gym_trainer.planning.source import shape_of
 
     config = AutoConfig.from_pretrained(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
-    lengths = prepared.train.group_lengths
-    shape = DataShape(
-        num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
-    )
-    plan = choose(spec, config, hardware, data=shape, compare=False)
+    plan = choose(spec, config, hardware, data=shape_of(spec, prepared), compare=False)
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)
     records.write_text(run.plan_path, plan.to_json())
@@ -254,13 +256,14 @@ def fit(
     model: Any,
     objective: Objective,
     base: Base,
-    prepared: Prepared,
+    prepared: Prepared | Streamed,
     run: RunDir,
     told: Narrator,
     *,
     resume: bool,
 ) -> tuple[records.Trained, FitResult]:
     """Train what the adapter section says, from the newest complete checkpoint of a resumed run."""
+    from gym_data import TokenStore
     from gym_trainer.adapters import attach
     from gym_trainer.exporting.adapter import trained_weights
     from gym_trainer.exporting.probe import probe_ids, probe_logits
@@ -284,7 +287,7 @@ def fit(
             spec,
             FitSettings.of(plan),
             objective,
-            train_rows=objective.rows(prepared.train),
+            train_rows=objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train,
             eval_rows=objective.rows(prepared.eval) if prepared.eval is not None else None,
             run_path=run.path,
             events=told.events,
@@ -292,6 +295,9 @@ def fit(
             stop=stop,
             resume=resume,
         )
+    if not isinstance(prepared.train, TokenStore):
+        prepared.train.close()
+        prepared.report.write(run.data_dir)
     records.write_json(run.path / "fit.json", records.of_fit(fitted, attached))
     records.write_json(run.plan_path, records.with_measured(records.read_json(run.plan_path), fitted))
     return records.Trained(attached.model, initial, base_logits), fitted
@@ -352,10 +358,3 @@ def report(run: RunDir, told: Narrator) -> None:
             write_card(folder, facts)
     told.say(before_and_after(facts))
     told.say(f"report: {run.report_path('html')}\ntalk to it: gym chat {run.path}")
-
-
-def _nearest(path: Path) -> str | None:
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either"
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else None

@@ -117,7 +117,7 @@ BROKEN_ROW = json.dumps(note_rows(1)[0]) + "\n" + '{"messages": [{"role": "us'
     [
         (["train.lerning_rate=1"], {}, r"learning_rate"),
         (["train.batch_size=many"], {}, r"train.batch_size"),
-        (["data.train[0].source=row.jsonl"], {}, r"did you mean .*rows.jsonl"),
+        (["data.train[0].source=row.jsonl"], {}, r"Did you mean .*rows.jsonl"),
         ([], {"rows.jsonl": BROKEN_ROW}, r"rows.jsonl:2"),
         ([], {"rows.jsonl": '{"what": "is this"}\n'}, r"rows.jsonl"),
         ([], {"held_out.jsonl": '{"messages":[{"role":"user","content":"q"}]}\n'}, r"held_out.jsonl"),

@@ -32,6 +32,12 @@ class Reading:
     limit: int | None = None
     """Only the first rows."""
 
+    encoding: str = "utf-8"
+    """How the text of csv, tsv, txt and md files is stored, such as cp1252."""
+
+    split: str = "train"
+    """The split of a data set of the hub, or of one that datasets saved."""
+
 
 ReadingOptions = Annotated[Reading | None, Parameter(name="*", group="Reading")]
 
@@ -49,7 +55,17 @@ def sources_of(names: Sequence[str], reading: Reading | None) -> list[DataSource
         raise UserError("no data named", hint="gym data inspect data/train.jsonl")
     if chosen.limit is not None and chosen.limit < 1:
         raise UserError(f"--limit {chosen.limit}: must be at least 1")
-    return [DataSource(source=name, format=chosen.format, columns=columns, limit=chosen.limit) for name in names]
+    return [
+        DataSource(
+            source=name,
+            format=chosen.format,
+            columns=columns,
+            limit=chosen.limit,
+            encoding=chosen.encoding,
+            split=chosen.split,
+        )
+        for name in names
+    ]
 
 
 def tokenizer_of(model: str) -> Tokenizer:

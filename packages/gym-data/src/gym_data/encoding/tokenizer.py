@@ -121,7 +121,7 @@ class Tokenizer:
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
 
-    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+    def decode(self, ids: Sequence[int] | NDArray[np.integer], skip_special: bool = False) -> str:
         """The text of `ids`."""
         return self.backend.decode([int(id_) for id_ in ids], skip_special_tokens=skip_special)
 

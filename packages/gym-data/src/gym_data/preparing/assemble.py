@@ -22,21 +22,29 @@ class SourceStore:
     def __init__(self, folder: Path, batches: Iterable[EncodedBatch]) -> None:
         """Writes the batches into `folder`."""
         self.folder = folder
-        hashes: list[NDArray[np.uint8]] = []
-        with StoreWriter(folder) as writer:
+        self._hashes_path = folder.with_name(f"{folder.name}.hashes")
+        with StoreWriter(folder) as writer, self._hashes_path.open("wb") as hashes:
             for batch in batches:
                 writer.add_many(
                     batch.tokens, batch.loss_mask, batch.lengths, batch.rows, batch.roles, batch.group_sizes
                 )
-                hashes.append(batch.hashes)
-        joined = np.concatenate(hashes) if hashes else np.zeros((0, 16), np.uint8)
-        self.hashes: NDArray[Any] = np.ascontiguousarray(joined).view("V16").ravel()
-        """[G] content of each group, as 16 opaque bytes."""
+                hashes.write(batch.hashes.tobytes())
+        self.num_groups: int = self.store.num_groups
+
+    @property
+    def hashes(self) -> NDArray[Any]:
+        """[G] content of each group, as 16 opaque bytes; read from disk, since few preparations need them."""
+        return np.fromfile(self._hashes_path, "V16")
 
     @property
     def store(self) -> TokenStore:
         """What was written."""
         return TokenStore(self.folder)
+
+    def remove(self) -> None:
+        """Removes what is left of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._hashes_path.unlink()
 
 
 def held_out(hashes: NDArray[Any], share: float | None) -> NDArray[np.bool_]:

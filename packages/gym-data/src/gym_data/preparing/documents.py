@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -64,17 +65,31 @@ class _Planned:
 class RowEncoder:
     """Encodes records as a data specification says."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataSpec, objective: Objective | None = None) -> None:
-        """`objective` is what the rows must be fit for; whatever they are when not given."""
+    def __init__(
+        self, tokenizer: Tokenizer, data: DataSpec, objective: Objective | None = None, now: datetime | None = None
+    ) -> None:
+        """`objective` is what the rows must be fit for; whatever they are when not given.
+
+        `now` is the moment that a chat template is told when it asks for the date: one for all rows.
+        """
         self.tokenizer = tokenizer
         self.data = data
         self.objective: Objective | None = objective
+        self.now = now or datetime.now()
         self._adapts = data.thinking != "template" or data.system != "template"
+
+    @property
+    def templates(self) -> list[str]:
+        """The chat templates that rows may be rendered with."""
+        own = template_of(self.data)
+        return [own] if own is not None else list(self.tokenizer.chat_templates.values())
 
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The chat renderer; rows of text and tokens need none."""
-        return ChatRenderer(self.tokenizer, template=template_of(self.data), options=dict(self.data.template_options))
+        return ChatRenderer(
+            self.tokenizer, template=template_of(self.data), options=dict(self.data.template_options), now=self.now
+        )
 
     @cached_property
     def _batch(self) -> BatchEncoder:
@@ -94,6 +109,12 @@ class RowEncoder:
         """The chats that a record needs; rows that need none are finished at once."""
         objective = self._objective_of(record)
         plan = _Planned(EncodedRow(record.source, objective))
+        if self.data.packing_strategy == "wrapped" and record.kind != "text":
+            raise row_error(
+                record,
+                f"data.packing_strategy: wrapped cuts rows at any token, but this row is {_format(record)}",
+                "It is for plain text; leave it out, and rows stay whole.",
+            )
         if record.kind == "tokens":
             ids, mask = tokens_of(record)
             if int(ids.max()) >= self.tokenizer.vocab_size:
@@ -154,12 +175,15 @@ class RowEncoder:
             self._add(row, documents)
 
     def _add_text(self, row: EncodedRow, record: Record) -> None:
-        """BOS where the tokenizer adds one, the text, EOS; in pieces of at most `max_length`."""
+        """BOS where the tokenizer adds one, the text, EOS; in pieces of at most `max_length`, or whole to wrap."""
         ids = self.tokenizer.encode(record.messages[0].text)
         start = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         whole = np.array([*start, *ids, *self.tokenizer.eos_ids[:1]], np.uint32)
         mask = np.ones(len(whole), np.uint8)
         mask[: len(start)] = 0
+        if self.data.packing_strategy == "wrapped":
+            row.groups.append((EncodedDocument(whole, mask),))
+            return
         if len(whole) > self.data.max_length and self.data.overflow == "drop":
             row.dropped = f"longer than max_length {self.data.max_length}"
             return

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any
@@ -38,6 +39,7 @@ class Setup:
     data: DataSpec
     objective: Objective | None
     salt: bytes
+    now: datetime
 
 
 class Workers:
@@ -133,7 +135,7 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever prints must not reach the parent as a result
     try:
         setup: Setup = _receive(sys.stdin.buffer)
-        encoder = RowEncoder(Tokenizer.from_folder(setup.folder), setup.data, setup.objective)
+        encoder = RowEncoder(Tokenizer.from_folder(setup.folder), setup.data, setup.objective, setup.now)
         while True:
             chunk, source, expected = _receive(sys.stdin.buffer)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -51,9 +52,17 @@ class ChatRenderer:
     """Renders chats with one tokenizer and its template."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, template: str | None = None, options: dict[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None = None,
+        options: dict[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> None:
-        """`template` replaces the model's own; `options` are variables that it reads (`enable_thinking`)."""
+        """`template` replaces the model's own; `options` are variables that it reads (`enable_thinking`).
+
+        `now` is what a template is told when it asks for the date; the time of each rendering when not given.
+        """
         self.tokenizer = tokenizer
         self.options = dict(options or {})
         place = tokenizer.folder or "the tokenizer"
@@ -65,7 +74,7 @@ class ChatRenderer:
                 hint="Use an instruction-tuned model, or set data.chat_template to a Jinja file.",
             )
         self._templates = {
-            name: ChatTemplate(source, name=f"the chat template of {place}", tokens=tokenizer.named_tokens)
+            name: ChatTemplate(source, name=f"the chat template of {place}", tokens=tokenizer.named_tokens, now=now)
             for name, source in sources.items()
         }
         self.main_template = self._templates.get("default") or next(iter(self._templates.values()))

@@ -36,6 +36,9 @@ from gym_data.rendering.traced import (
 )
 from gym_sdk.errors import DataError
 
+_CLOCK = "strftime_now"
+"""The function by which a template asks for the date."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
@@ -52,16 +55,27 @@ class TemplateFailed(Exception):
 class ChatTemplate:
     """A chat template of a given name (for messages) and source."""
 
-    def __init__(self, source: str, *, name: str = "chat template", tokens: Mapping[str, str] | None = None) -> None:
-        """`tokens` are the tokenizer's own (`bos_token`, ...), which the template may write."""
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str = "chat template",
+        tokens: Mapping[str, str] | None = None,
+        now: datetime | None = None,
+    ) -> None:
+        """`tokens` are the tokenizer's own (`bos_token`, ...), which the template may write.
+
+        `now` is what its `strftime_now` tells; the time of each rendering when not given.
+        """
         self.source = source
         self.name = name
         self._tokens = dict(tokens or {})
+        self._now = now
         self._traced_tokens = wrap(self._tokens, TEMPLATE)
         try:
-            environment = _PlainEnvironment()
+            environment = _PlainEnvironment(now)
             self._plain = environment.from_string(source)
-            self._traced = _TracedEnvironment().from_string(source)
+            self._traced = _TracedEnvironment(now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"{name} is not valid Jinja (line {error.lineno}): {error.message}",
@@ -100,7 +114,7 @@ class ChatTemplate:
 
     @cached_property
     def _recording(self) -> jinja2.Template:
-        return _RecordingEnvironment().from_string(self.source)
+        return _RecordingEnvironment(self._now).from_string(self.source)
 
     def _run(self, render: Callable[[], str]) -> str:
         try:
@@ -116,12 +130,29 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+def clock_readings(source: str, now: datetime) -> list[str]:
+    """What a template's `strftime_now` calls give at a moment: two moments with equal readings render alike."""
+    if _CLOCK not in source:
+        return []
+    try:
+        tree = _PlainEnvironment(now).parse(source)
+    except jinja2.TemplateSyntaxError:
+        return []  # reported where the template is used
+    calls = [call for call in tree.find_all(nodes.Call) if _is_named(call.node, _CLOCK)]
+    patterns = [arg.value for call in calls for arg in call.args if isinstance(arg, nodes.Const)]
+    num_uses = sum(_is_named(name, _CLOCK) for name in tree.find_all(nodes.Name))
+    num_asked_for = sum(_is_named(test.node, _CLOCK) for test in tree.find_all(nodes.Test) if test.name == "defined")
+    if len(patterns) != num_uses - num_asked_for:
+        return [now.isoformat()]  # a pattern that is computed may ask for anything
+    return [now.strftime(str(pattern)) for pattern in patterns]
 
 
-def _traced_strftime_now(pattern: str) -> str:
-    return Traced.of(_strftime_now(pattern), TEMPLATE)
+def _is_named(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.name == name
+
+
+def _clock(now: datetime | None) -> Callable[[str], str]:
+    return lambda pattern: (now or datetime.now()).strftime(pattern)
 
 
 def tojson(
@@ -192,12 +223,12 @@ class _PlainEnvironment(ImmutableSandboxedEnvironment):
     marks_generation = False
     """Whether the template has a `{% generation %}` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = tojson
         names: dict[str, Any] = {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
+            _CLOCK: _clock(now),
             "dict": _Dict(),
             "namespace": _Namespace,
         }
@@ -242,13 +273,14 @@ class _TracedEnvironment(_PlainEnvironment):
     code_generator_class = _TracingCodeGenerator
     concat = staticmethod(concat)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: datetime | None) -> None:
+        super().__init__(now)
         self.constants: list[str] = []
         self._constant_index: dict[str, int] = {}
         filters: dict[str, Any] = {"join": _join, "tojson": _traced_tojson}
         self.filters.update(filters)
-        names: dict[str, Any] = {"strftime_now": _traced_strftime_now}
+        tell = _clock(now)
+        names: dict[str, Any] = {_CLOCK: lambda pattern: Traced.of(tell(pattern), TEMPLATE)}
         self.globals.update(names)
 
     def constant(self, text: str) -> int:
@@ -289,8 +321,8 @@ class _RecordingEnvironment(_PlainEnvironment):
     concat = staticmethod(recorded.concat)
     contains = staticmethod(recorded.contains)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, now: datetime | None) -> None:
+        super().__init__(now)
         filters: dict[str, Any] = {
             "join": recorded.join_filter,
             "tojson": recorded.tojson_filter,

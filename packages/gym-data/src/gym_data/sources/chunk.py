@@ -33,6 +33,8 @@ class JsonLines:
     uri: str
     first_line: int
     data: bytes
+    first_byte: int = 0
+    """Where it starts in the file, decompressed."""
 
     def rows(self) -> Iterator[NumberedRow]:
         for number, line in enumerate(self.data.splitlines() if b"\r" not in self.data else _lines(self.data)):

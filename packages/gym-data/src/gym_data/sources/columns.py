@@ -16,7 +16,7 @@ class Columns:
 
     In a path, `[2]` takes an element of a list and `[]` its only one: a second element is an error. A mapped key
     overrides a column of the same name. Columns that are not mapped are carried along unless the mapping, or the
-    format, uses their name.
+    format, uses their name. A key that is mapped to its own name is read where a row has it.
     """
 
     def __init__(self, mapping: Mapping[str, str]) -> None:
@@ -29,7 +29,7 @@ class Columns:
 
     def mapped(self, row: Row) -> Row:
         """The mapped columns alone: what a format is recognised by."""
-        return {key: self._value(row, key) for key in self._mapping}
+        return {key: self._value(row, key) for key, path in self._mapping.items() if key != path or key in row}
 
     def rest(self, row: Row, fields: tuple[str, ...]) -> Row:
         """The columns that are neither mapped nor named like one of the format's fields."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gym_data._json import loads
 from gym_data.sources.chunk import Chunk
 from gym_data.sources.jsonl import json_chunks, jsonl_chunks
 from gym_data.sources.open_bytes import is_url, suffix_of
@@ -14,32 +15,40 @@ from gym_data.sources.tables import arrow_chunks, csv_chunks, parquet_chunks
 from gym_data.sources.text import text_chunks
 from gym_sdk.errors import DataError, Where
 
-READERS: dict[str, Callable[[str], Iterator[Chunk]]] = {
-    ".jsonl": jsonl_chunks,
-    ".ndjson": jsonl_chunks,
-    ".json": json_chunks,
-    ".csv": lambda uri: csv_chunks(uri, ","),
-    ".tsv": lambda uri: csv_chunks(uri, "\t"),
-    ".parquet": parquet_chunks,
-    ".arrow": arrow_chunks,
+READERS: dict[str, Callable[[str, str], Iterator[Chunk]]] = {
+    ".jsonl": lambda uri, encoding: jsonl_chunks(uri),
+    ".ndjson": lambda uri, encoding: jsonl_chunks(uri),
+    ".json": lambda uri, encoding: json_chunks(uri),
+    ".csv": lambda uri, encoding: csv_chunks(uri, None, encoding),
+    ".tsv": lambda uri, encoding: csv_chunks(uri, "\t", encoding),
+    ".parquet": lambda uri, encoding: parquet_chunks(uri),
+    ".arrow": lambda uri, encoding: arrow_chunks(uri),
     ".txt": text_chunks,
     ".md": text_chunks,
 }
+"""`(path or URL, encoding of its text) -> chunks`, by suffix."""
 KNOWN = ", ".join(READERS)
+DATASET_INFO = "dataset_info.json"
+"""A description of data, not data, both where `datasets` and where LLaMA-Factory writes it."""
 
 
-def files_of(source: str) -> list[str]:
-    """The files of a path, glob or folder, sorted; a URL as it is. Raises DataError when there are none."""
+def files_of(source: str, split: str = "train") -> list[str]:
+    """The files of a path, glob or folder, sorted; a URL as it is. Raises DataError when there are none.
+
+    `split` chooses among those of a folder that `datasets` saved.
+    """
     if is_url(source):
         return [source]
     text = str(Path(source).expanduser())
     if os.path.isdir(text):
+        if saved := saved_dataset(Path(text), split):
+            return saved
         found = sorted(
             os.path.join(folder, name)
             for folder, folders, names in os.walk(text)
             if not _hide(folders)
             for name in names
-            if not name.startswith(".") and suffix_of(name) in READERS
+            if not name.startswith(".") and name != DATASET_INFO and suffix_of(name) in READERS
         )
         if not found:
             raise DataError("the folder has no data files", where=Where(file=text), hint=f"Known are {KNOWN}.")
@@ -54,7 +63,7 @@ def files_of(source: str) -> list[str]:
     raise DataError("the data file does not exist", where=Where(file=text), hint=_near(text))
 
 
-def chunks_of(uri: str) -> Iterator[Chunk]:
+def chunks_of(uri: str, encoding: str = "utf-8") -> Iterator[Chunk]:
     """The chunks of one file, by its suffix."""
     reader = READERS.get(suffix_of(uri))
     if reader is None:
@@ -63,7 +72,26 @@ def chunks_of(uri: str) -> Iterator[Chunk]:
             where=Where(file=uri),
             hint=f"Known are {KNOWN}, also with .gz and .zst.",
         )
-    yield from reader(uri)
+    yield from reader(uri, encoding)
+
+
+def saved_dataset(folder: Path, split: str) -> list[str]:
+    """The arrow files of a folder that `datasets` wrote with `save_to_disk`; none when it is another folder."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = loads(splits.read_bytes()).get("splits", [])
+        if split not in names:
+            raise DataError(
+                f"the saved data set has no split {split!r}", where=Where(file=str(folder)), hint=f"It has {names}."
+            )
+        folder = folder / split
+    state = folder / "state.json"
+    if not (state.is_file() and (folder / DATASET_INFO).is_file()):
+        return []
+    try:
+        return [str(folder / item["filename"]) for item in loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        raise DataError("the saved data set has no list of its files", where=Where(file=str(state))) from None
 
 
 def _hide(folders: list[str]) -> bool:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from gym_data.sources.chunk import Chunk, Rows
+from gym_data.sources.inputs import Position, numbered_chunks
 from gym_data.sources.tables import without_nulls
 from gym_sdk.errors import DataError, MissingExtra, Where
 from gym_sdk.spec.data import DataSource
@@ -22,6 +23,8 @@ class HubInput:
     """`hub:owner/name`, or `hub:owner/name/subset`, and the source's `split` and `revision`."""
 
     source: DataSource
+    entry_json: str = ""
+    """What describes the source beside the specification."""
 
     @property
     def files(self) -> list[str]:
@@ -49,7 +52,15 @@ class HubInput:
 
     def digest(self) -> str:
         """Of the data set's fingerprint, which follows from its files and their revision."""
-        return hashlib.sha256(f"{self.source.source}\0{self._rows._fingerprint}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.entry_json}{self.source.source}\0{self._rows._fingerprint}".encode()).hexdigest()
+
+    def quick_digest(self) -> str:
+        """The same: it reads no rows."""
+        return self.digest()
+
+    def chunks_from(self, position: Position) -> Iterator[tuple[Position, Chunk]]:
+        """The chunks from a position on, each with its own."""
+        return numbered_chunks(self.chunks(), position)
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows in chunks, with null fields of nested values taken out again."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from gym_data._json import loads
 from gym_data.sources.chunk import Chunk, JsonLines, Rows, json_error
-from gym_data.sources.open_bytes import open_bytes
+from gym_data.sources.open_bytes import open_bytes, skip_bytes
 from gym_sdk.errors import DataError, Where
 
 CHUNK_BYTES = 1 << 20
@@ -17,28 +17,30 @@ BOM = b"\xef\xbb\xbf"
 LIST_ROWS = 1024
 
 
-def jsonl_chunks(uri: str, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """Chunks of whole lines, of about `size` bytes."""
-    line = 1
+def jsonl_chunks(uri: str, size: int = CHUNK_BYTES, *, first_byte: int = 0, first_line: int = 1) -> Iterator[JsonLines]:
+    """Chunks of whole lines, of at most `size` bytes unless a line is longer.
+
+    Reading may start at the byte at which an earlier reading began a chunk; the chunks are the same from there on.
+    """
+    line, place = first_line, first_byte
     with open_bytes(uri) as file:
+        skip_bytes(file, first_byte)
         rest = b""
-        is_first = True
-        while True:
-            data = file.read(size)
-            if is_first:
-                data, is_first = data.removeprefix(BOM), False
-            if not data:
-                break
-            cut = data.rfind(b"\n") + 1
-            if not cut:
-                rest += data
-                continue
-            whole = rest + data[:cut]
-            rest = data[cut:]
-            yield JsonLines(uri, line, whole)
-            line += whole.count(b"\n")
-        if rest:
-            yield JsonLines(uri, line, rest)
+        while data := file.read(size - len(rest) if len(rest) < size else size):
+            rest += data
+            cut = rest.rfind(b"\n") + 1
+            if cut:
+                yield JsonLines(uri, line, _without_mark(rest[:cut], place), place)
+                line += rest.count(b"\n", 0, cut)
+                place += cut
+                rest = rest[cut:]
+        if rest := _without_mark(rest, place):
+            yield JsonLines(uri, line, rest, place)
+
+
+def _without_mark(data: bytes, place: int) -> bytes:
+    """Without the byte order mark, which only the start of a file can have."""
+    return data if place else data.removeprefix(BOM)
 
 
 def json_chunks(uri: str) -> Iterator[Chunk]:

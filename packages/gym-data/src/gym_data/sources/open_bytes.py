@@ -37,6 +37,25 @@ def open_bytes(uri: str) -> Iterator[IO[bytes]]:
         raise read_error(uri, error) from None
 
 
+@contextmanager
+def open_stored(uri: str) -> Iterator[IO[bytes]]:
+    """The bytes of a path or URL as they are stored, compressed or not."""
+    try:
+        with _open_raw(uri) as raw:
+            yield raw
+    except OSError as error:
+        raise read_error(uri, error) from None
+
+
+def skip_bytes(file: IO[bytes], count: int) -> None:
+    """Moves on by `count` bytes from the start; what cannot be sought is read."""
+    if file.seekable():
+        file.seek(count)
+        return
+    while count > 0 and (data := file.read(min(count, 1 << 20))):
+        count -= len(data)
+
+
 def read_error(uri: str, error: Exception) -> DataError:
     """What went wrong while reading a file."""
     if isinstance(error, EOFError):
@@ -46,7 +65,7 @@ def read_error(uri: str, error: Exception) -> DataError:
     elif isinstance(error, IsADirectoryError):
         message = "is a folder"
     else:
-        message = f"cannot be read: {error}"
+        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return DataError(message, where=Where(file=uri))
 
 

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 from gym_data._json import dumps, loads
 from gym_data.formats import Format, RowError, detect, format_named, formats
 from gym_data.record import Record, Source
-from gym_data.sources.chunk import Chunk
+from gym_data.sources.chunk import Chunk, NumberedRow
 from gym_data.sources.columns import Columns
+from gym_data.sources.dataset_info import described
 from gym_data.sources.inputs import open_input
 from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSource
@@ -60,7 +61,9 @@ class RecordReader:
 
     def __init__(self, source: DataSource, expected: str | None = None) -> None:
         """`expected` is the format that an earlier chunk of the source had."""
-        self._source = source
+        found = described(source)
+        self._source = source = found.source
+        self._tags = found.tags
         self._columns = Columns(source.columns)
         self._is_fixed = source.format != "auto"
         name = source.format if self._is_fixed else expected
@@ -74,7 +77,7 @@ class RecordReader:
 
     def records(self, chunk: Chunk) -> Iterator[Record]:
         """The records of a chunk. Stops at the first row of another format (`is_mixed`), after counting the rest."""
-        rows = chunk.rows()
+        rows = self._rows(chunk)
         for number, row in rows:
             found = self._format_of(chunk.uri, number, row)
             self.seen.setdefault(found.name, Seen()).add(f"{number}")
@@ -91,7 +94,7 @@ class RecordReader:
 
     def scan(self, chunk: Chunk) -> None:
         """Only counts the formats of a chunk."""
-        for number, row in chunk.rows():
+        for number, row in self._rows(chunk):
             self._count(chunk.uri, number, row)
 
     def raise_mixed(self) -> NoReturn:
@@ -107,6 +110,10 @@ class RecordReader:
         """Raises DataError when no row was met."""
         if not self.seen:
             raise DataError("there are no rows", where=Where(file=self._source.source, line=1, column=1))
+
+    def _rows(self, chunk: Chunk) -> Iterator[NumberedRow]:
+        tags = self._tags
+        return chunk.rows() if tags is None else ((number, tags.retagged(row)) for number, row in chunk.rows())
 
     def _count(self, uri: str, number: int, row: dict[str, Any]) -> None:
         found = detect(self._columns.mapped(row) if self._columns else row)

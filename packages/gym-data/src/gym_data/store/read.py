@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gym_sdk.errors import DataError, Where
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 FILES: dict[str, Any] = {
     "tokens": np.uint32,
     "loss_mask": np.uint8,
@@ -44,6 +44,14 @@ class Document:
     loss_mask: NDArray[np.uint8]
     row: int
     role: DocumentRole = DocumentRole.PLAIN
+
+    def copied(self) -> Document:
+        """The same in memory of its own, not the store's."""
+        return replace(self, ids=np.array(self.ids), loss_mask=np.array(self.loss_mask))
+
+    def part(self, start: int, stop: int) -> Document:
+        """The tokens `[start, stop)` as a document."""
+        return replace(self, ids=self.ids[start:stop], loss_mask=self.loss_mask[start:stop])
 
 
 class TokenStore:
@@ -77,6 +85,11 @@ class TokenStore:
         if path.stat().st_size != size * np.dtype(dtype).itemsize:
             raise ValueError(f"{name}.bin has {path.stat().st_size} bytes")
         return np.memmap(path, dtype, "r", shape=(size,)) if size else np.zeros(0, dtype)
+
+    def load(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Elements `[start, stop)` of an array, read into memory: a mapped file's pages would stay with the process."""
+        dtype = np.dtype(FILES[name])
+        return np.fromfile(self.folder / f"{name}.bin", dtype, stop - start, offset=start * dtype.itemsize)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -120,7 +133,7 @@ class TokenStore:
         """All tokens."""
         return len(self.tokens)
 
-    @cached_property
+    @property
     def num_trained_tokens(self) -> int:
         """Tokens that are training targets."""
-        return int(np.count_nonzero(self.loss_mask))
+        return int(self.meta["num_trained_tokens"])

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from gym_data.store.read import FILES, STORE_VERSION, TokenStore
 
+GROUPS_AT_ONCE = 4096
+"""Copied in one piece: 40 MB of rows of 2,048 tokens."""
+
 
 class StoreWriter:
     """Writes into a folder of its own; the store can be opened once `close` has written `store.json`."""
@@ -23,6 +26,7 @@ class StoreWriter:
         self.folder = folder
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in FILES}
         self._sizes = dict.fromkeys(FILES, 0)
+        self._num_trained_tokens = 0
         self._append("offsets", np.zeros(1, np.int64))
         self._append("groups", np.zeros(1, np.int64))
 
@@ -59,17 +63,18 @@ class StoreWriter:
         self._append("groups", self._sizes["rows"] + np.cumsum(group_sizes))
         self._append("tokens", tokens)
         self._append("loss_mask", loss_mask)
+        self._num_trained_tokens += int(np.count_nonzero(loss_mask))
         self._append("rows", rows)
         self._append("roles", roles)
 
     def add_groups(self, store: TokenStore, groups: NDArray[np.integer]) -> None:
-        """Appends groups of another store; neighbours are copied in one piece."""
+        """Appends groups of another store; neighbours are copied together, so many at a time."""
         for first, last in _ranges(groups):
             begin, end = int(store.groups[first]), int(store.groups[last])
             low, high = int(store.offsets[begin]), int(store.offsets[end])
             self.add_many(
-                store.tokens[low:high],
-                store.loss_mask[low:high],
+                store.load("tokens", low, high),
+                store.load("loss_mask", low, high),
                 np.diff(store.offsets[begin : end + 1]),
                 store.rows[begin:end],
                 store.roles[begin:end],
@@ -83,7 +88,8 @@ class StoreWriter:
             os.fsync(file.fileno())
             file.close()
         with (self.folder / "store.json").open("wb") as file:
-            file.write(orjson.dumps({"version": STORE_VERSION, "sizes": self._sizes, **meta}))
+            about = {"version": STORE_VERSION, "sizes": self._sizes, "num_trained_tokens": self._num_trained_tokens}
+            file.write(orjson.dumps({**about, **meta}))
             file.flush()
             os.fsync(file.fileno())
 
@@ -93,9 +99,10 @@ class StoreWriter:
 
 
 def _ranges(numbers: NDArray[np.integer]) -> list[tuple[int, int]]:
-    """`[first, last)` of each run of consecutive numbers."""
+    """`[first, last)` of each run of consecutive numbers, long runs in pieces."""
     if not len(numbers):
         return []
     cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
     edges = [0, *cuts.tolist(), len(numbers)]
-    return [(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(edges)]
+    runs = ((int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(edges))
+    return [(at, min(at + GROUPS_AT_ONCE, last)) for first, last in runs for at in range(first, last, GROUPS_AT_ONCE)]

@@ -60,10 +60,46 @@ def _rows(spec: RunSpec) -> list[Conflict]:
     evaluation = spec.data.eval
     if evaluation.split is not None and evaluation.sources:
         found.append(("data.eval.split", "give a share of the training rows or sources of their own, not both"))
+    found += [*_streaming(spec), *_wrapped(spec)]
     if spec.train.eval_every_steps is not None and evaluation.split is None and not evaluation.sources:
         found.append(
             ("train.eval_every_steps", "there are no evaluation rows; set data.eval.split or data.eval.sources")
         )
+    return found
+
+
+_STREAMING = ("sft", "pretrain", "orpo", "simpo", "cpo")
+"""Methods that need nothing of a row before its step."""
+
+
+def _streaming(spec: RunSpec) -> list[Conflict]:
+    if not spec.data.streaming:
+        return []
+    found: list[Conflict] = []
+    if spec.train.max_steps is None:
+        found.append(("train.max_steps", "data.streaming does not know how many rows there are; say when to stop"))
+    if spec.method.kind not in _STREAMING:
+        found.append(("data.streaming", f"{spec.method.kind} looks at all rows before it begins"))
+    if spec.data.eval.split is not None:
+        found.append(
+            ("data.eval.split", "a share of rows that are not read yet cannot be held out; use data.eval.sources")
+        )
+    return found
+
+
+def _wrapped(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
+    train, data = spec.train, spec.data
+    if data.packing_strategy == "wrapped":
+        if not data.packing:
+            found.append(("data.packing", "packing_strategy wrapped packs rows, and packing is false"))
+        if spec.method.kind not in ("sft", "pretrain"):
+            found.append(("data.packing_strategy", f"wrapped is for plain text, not for {spec.method.kind}"))
+    if train.batch_tokens is not None:
+        if data.packing_strategy != "wrapped":
+            found.append(("train.batch_tokens", "only rows of data.packing_strategy: wrapped all have one length"))
+        elif train.batch_tokens % data.max_length:
+            found.append(("train.batch_tokens", f"must be a multiple of data.max_length, {data.max_length}"))
     return found
 
 

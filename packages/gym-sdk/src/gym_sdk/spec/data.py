@@ -29,6 +29,10 @@ class DataSource(SpecModel):
     split: Annotated[str, Field(min_length=1)] = "train"
     """The split of a data set of the hub."""
 
+    encoding: Annotated[str, Field(min_length=1, examples=["cp1252"])] = "utf-8"
+    """How the text of csv, tsv, txt and md files is stored, such as `cp1252` for an older spreadsheet's. UTF-16 that
+    says so at its start is recognised. JSON is always UTF-8."""
+
     revision: str | None = None
     """The revision of a data set of the hub; its newest when not given."""
 
@@ -37,7 +41,7 @@ class DataSource(SpecModel):
 
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often the training rows are seen in an epoch: 2 twice, 0.5 a random half. Applied after the evaluation rows
-    are held out."""
+    are held out. While streaming, how often the source is drawn from, compared with the others."""
 
 
 class EvalSplit(SpecModel):
@@ -87,6 +91,19 @@ class DataSpec(SpecModel):
 
     packing: bool = True
     """Put several rows side by side without padding; a row never sees its neighbours."""
+
+    packing_strategy: Literal["best_fit", "wrapped"] = "best_fit"
+    """How rows are packed: `best_fit` keeps every row whole; `wrapped`, for pre-training on plain text, lays documents
+    end to end and cuts them into blocks of exactly `max_length` tokens, of which a step takes `train.batch_tokens`."""
+
+    streaming: bool = False
+    """Read and encode the training rows while training, from the files as they are, instead of preparing them all
+    before it starts: for data larger than memory or disk. `train.max_steps` says when to stop; evaluation rows come
+    from `eval.sources`. A resumed run goes on with the very next row."""
+
+    shuffle_buffer_rows: Annotated[int, Field(ge=1)] = 10_000
+    """While streaming, the rows of each source that wait in memory to be drawn in random order. The larger, the better
+    a sorted file is mixed, and the later the first step."""
 
     num_workers: Annotated[int, Field(ge=0)] | None = None
     """Processes that prepare rows. One a core for files of 32 MB and more when not given, none for smaller ones."""

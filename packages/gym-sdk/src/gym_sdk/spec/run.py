@@ -60,6 +60,12 @@ class RunSpec(SpecModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Fixes the order of rows, adapter initialisation and dropout."""
 
+    @property
+    def batch_rows(self) -> int:
+        """Rows in one optimizer step, however the batch is given."""
+        tokens = self.train.batch_tokens
+        return self.train.batch_size if tokens is None else tokens // self.data.max_length
+
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
         if conflicts := find_conflicts(self):

@@ -24,6 +24,10 @@ class TrainSpec(SpecModel):
     batch_size: Annotated[int, Field(ge=1)] = 16
     """Rows in one optimizer step, over all devices. How they are split into micro-batches never changes the loss."""
 
+    batch_tokens: Annotated[int, Field(ge=8)] | None = None
+    """Tokens in one optimizer step, over all devices, in the place of `batch_size`: for `data.packing_strategy:
+    wrapped`, whose rows all have `data.max_length` tokens."""
+
     micro_batch_tokens: Annotated[int, Field(ge=8)] | None = None
     """The most tokens computed at once. Chosen by the plan when not given; halved when memory runs out."""
 

@@ -20,6 +20,8 @@ from pathlib import Path
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
 STAGING_NAME = ".partial"
+DATA_NAME = "data"
+"""The folder of the position in data that is read while training."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _READ_BYTES = 1 << 20

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
+from gym_data.streaming.stream import RowStream
 from gym_sdk.cli.console import Progress
 from gym_sdk.errors import UserError
 from gym_sdk.events import EventWriter
@@ -24,7 +25,7 @@ from gym_trainer.fast.attention import LeakingAttention, attention_of, check_iso
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
 from gym_trainer.loop.callbacks import EventCallback, StopCallback
-from gym_trainer.loop.dataset import StepDataset
+from gym_trainer.loop.dataset import StepDataset, StreamSteps
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.loop.interrupt import StopRequest
 from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
@@ -96,7 +97,7 @@ def fit(
     settings: FitSettings,
     objective: Objective,
     *,
-    train_rows: RowSource,
+    train_rows: RowSource | RowStream,
     eval_rows: RowSource | None,
     run_path: Path,
     events: EventWriter,
@@ -111,7 +112,8 @@ def fit(
     """
     checkpoints_dir = run_path / "checkpoints"
     stop = stop or StopRequest()
-    args = training_arguments(spec, settings, len(train_rows), checkpoints_dir, has_eval=eval_rows is not None)
+    num_rows = None if isinstance(train_rows, RowStream) else len(train_rows)
+    args = training_arguments(spec, settings, num_rows, checkpoints_dir, has_eval=eval_rows is not None)
     start = _start_from(checkpoints_dir, events) if resume else None
     layout = _layout(model, settings, events)
 
@@ -148,15 +150,13 @@ def fit(
             events=events,
             stack=stack,
         )
-        train_rows, *held_out = objective.start(began, [train_rows, *([] if eval_rows is None else [eval_rows])])
-        eval_rows = held_out[0] if held_out else None
-        steps = StepDataset(
-            train_rows,
-            batch_size=spec.train.batch_size,
-            seed=spec.seed,
-            rank=args.process_index,
-            world_size=args.world_size,
-        )
+        # Of a stream no row is known beforehand; the methods that need that are refused with the specification.
+        known = [] if isinstance(train_rows, RowStream) else [train_rows]
+        ready = objective.start(began, [*known, *([] if eval_rows is None else [eval_rows])])
+        steps = _steps(ready[0] if known else train_rows, spec, args)
+        eval_rows = None if eval_rows is None else ready[-1]
+        if start is not None and isinstance(steps, StreamSteps):
+            steps.restore(start / checkpoint.DATA_NAME, num_steps=step_of(start))
         trainer = GymTrainer(
             model,
             args,
@@ -186,19 +186,33 @@ def fit(
         num_trained_tokens=meter.num_trained_tokens,
         compute_time_s=meter.compute_time_s,
         peak_memory_bytes=peak_memory_bytes(),
-        resumed_from=int(start.name.rpartition("-")[2]) if start else None,
+        resumed_from=step_of(start) if start else None,
         metrics=metrics,
     )
 
 
-def num_steps(spec: RunSpec, num_rows: int) -> int:
-    """Optimizer steps of the whole run."""
-    per_epoch = math.ceil(num_rows / spec.train.batch_size)
-    return spec.train.max_steps or math.ceil(spec.train.epochs * per_epoch)
+def _steps(rows: RowSource | RowStream, spec: RunSpec, args: TrainingArguments) -> StepDataset | StreamSteps:
+    ranks = {"rank": args.process_index, "world_size": args.world_size}
+    if isinstance(rows, RowStream):
+        return StreamSteps(rows, batch_size=spec.batch_rows, **ranks)
+    return StepDataset(rows, batch_size=spec.batch_rows, seed=spec.seed, **ranks)
+
+
+def step_of(folder: Path) -> int:
+    """N of a folder named `checkpoint-N`."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def num_steps(spec: RunSpec, num_rows: int | None) -> int:
+    """Optimizer steps of the whole run; `num_rows` is None where rows are read while training."""
+    if spec.train.max_steps is not None:
+        return spec.train.max_steps
+    assert num_rows is not None, "a specification that streams says when to stop"
+    return math.ceil(spec.train.epochs * math.ceil(num_rows / spec.batch_rows))
 
 
 def training_arguments(
-    spec: RunSpec, settings: FitSettings, num_rows: int, checkpoints_dir: Path, *, has_eval: bool
+    spec: RunSpec, settings: FitSettings, num_rows: int | None, checkpoints_dir: Path, *, has_eval: bool
 ) -> TrainingArguments:
     """transformers' own form of the specification."""
     train = spec.train
@@ -223,6 +237,8 @@ def training_arguments(
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=every,
+        # A stream is put back to its place by us; Trainer would read and drop every row before it.
+        ignore_data_skip=num_rows is None,
         eval_strategy="steps" if has_eval and train.eval_every_steps else "no",
         eval_steps=train.eval_every_steps,
         metric_for_best_model="loss" if has_eval and train.eval_every_steps else None,

@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from gym_sdk.errors import RunFailed
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import RowSource, StepBatch
-from gym_trainer.loop.dataset import StepDataset
+from gym_trainer.loop.dataset import StepDataset, StreamSteps
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.metrics import StepMeter
 from gym_trainer.loop.step import StepRunner
@@ -43,7 +43,7 @@ class GymTrainer(Trainer):
         args: TrainingArguments,
         *,
         runner: StepRunner,
-        train_steps: StepDataset,
+        train_steps: StepDataset | StreamSteps,
         eval_rows: RowSource | None = None,
         eval_batch_size: int = 64,
         keep_checkpoints: int = 2,
@@ -53,6 +53,7 @@ class GymTrainer(Trainer):
     ) -> None:
         """`args.output_dir` is the folder of the checkpoints."""
         self.runner = runner
+        self.train_steps = train_steps
         self.keep_checkpoints = keep_checkpoints
         self.meter = meter or StepMeter()
         self.eval_batch_size = eval_batch_size
@@ -64,14 +65,19 @@ class GymTrainer(Trainer):
             args=args,
             train_dataset=train_steps,
             eval_dataset=eval_rows,
-            callbacks=[_EpochCallback(train_steps), *(callbacks or [])],
+            callbacks=[
+                *([_EpochCallback(train_steps)] if isinstance(train_steps, StepDataset) else []),
+                *(callbacks or []),
+            ],
         )
 
     # Data
 
     def get_train_dataloader(self) -> DataLoader[StepBatch]:
         """Steps in order; shuffling is the data set's, and so is each rank's share."""
-        return DataLoader(self.train_dataset, batch_size=1, collate_fn=itemgetter(0))
+        # Every iterator of a loader draws a number; from dropout's generator, a resumed run would draw one too many.
+        own = torch.Generator()
+        return DataLoader(self.train_dataset, batch_size=1, collate_fn=itemgetter(0), generator=own)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[StepBatch], None]:
         """One step; the objective counts its own units."""
@@ -116,9 +122,9 @@ class GymTrainer(Trainer):
 
     def _not_finite(self, what: str, step: StepBatch) -> RunFailed:
         number = self.state.global_step + 1
-        rows: RowSource = self.train_dataset.rows
-        shown = ", ".join(rows.describe(index) for index in step.row_indexes[:8])
-        more = len(step.row_indexes) - 8
+        described = self.train_steps.describe(step)
+        shown = ", ".join(described[:8])
+        more = len(described) - 8
         last, _ = checkpoint.newest(Path(self.args.output_dir))
         kept = f"the last good checkpoint is {last.name}" if last else "no checkpoint had been written yet"
         return RunFailed(
@@ -187,6 +193,9 @@ class GymTrainer(Trainer):
             best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}") if best_step else None
             self.state.best_model_checkpoint = str(best) if best else None
             self.state.save_to_json(str(self._staging_dir / name / TRAINER_STATE_NAME))
+            if isinstance(self.train_steps, StreamSteps):
+                place = self._staging_dir / name / checkpoint.DATA_NAME
+                self.train_steps.save(place, num_steps=self.state.global_step)
             checkpoint.commit(self._staging_dir / name, final)
             self._staging_dir.rmdir()
             for _ in checkpoint.rotate(final.parent, keep=self.keep_checkpoints, best_step=best_step):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gym_data import Prepared, TokenStore
+    from gym_data import Prepared, Streamed, TokenStore
     from gym_sdk.events import EventWriter
     from gym_sdk.spec import RunSpec
     from gym_trainer.exporting.folder import Base
@@ -106,13 +106,14 @@ class Objective(ABC):
         return {}
 
 
-def build(spec: RunSpec, base: Base, prepared: Prepared) -> Objective:
+def build(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> Objective:
     """The objective of a specification's `method:` section; what is wrong with its inputs is found here.
 
     Raises:
         DataError: rows that the method cannot learn from.
         UserError: a teacher with another vocabulary.
     """
+    from gym_data import Prepared
     from gym_sdk.spec import Classification, Cpo, Distillation, Dpo, Kto, Orpo, Pretrain, Reward, Sft, Simpo
     from gym_trainer.objectives.classes import Classes
     from gym_trainer.objectives.distillation import DistillationObjective, resolve_teacher
@@ -143,6 +144,7 @@ def build(spec: RunSpec, base: Base, prepared: Prepared) -> Objective:
         case Reward():
             return RewardObjective(method)
         case Classification():
+            assert isinstance(prepared, Prepared), "a specification with classes does not stream"
             source = spec.data.train[0].source
             return ClassificationObjective(Classes.of(method.labels, prepared.train, base.tokenizer, source))
         case Distillation():

@@ -229,7 +229,7 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
 
 
 def _step_tokens(spec: RunSpec, data: DataShape | None) -> int:
-    return (data.mean_row_tokens if data else spec.data.max_length) * spec.train.batch_size
+    return (data.mean_row_tokens if data else spec.data.max_length) * spec.batch_rows
 
 
 def _best(fitting: list[_Candidate]) -> _Candidate:
@@ -259,7 +259,7 @@ def _speed(
 def _run(spec: RunSpec, speed: SpeedPlan, data: DataShape | None, price_per_hour: float | None) -> RunPlan | None:
     if data is None:
         return None
-    per_epoch = math.ceil(data.num_rows / spec.train.batch_size)
+    per_epoch = math.ceil(data.num_rows / spec.batch_rows)
     num_steps = spec.train.max_steps or math.ceil(spec.train.epochs * per_epoch)
     num_tokens = round(num_steps / per_epoch * data.num_tokens)
     time_s = num_tokens / speed.throughput_tokens_per_s

@@ -11,6 +11,7 @@ from gym_trainer.planning.decision import DataShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from gym_data import Prepared, Streamed
     from gym_sdk.spec import RunSpec
     from gym_sdk.spec.model import ModelSpec
 
@@ -40,13 +41,30 @@ def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
 
 def data_shape(spec: RunSpec, folder: Path) -> DataShape:
     """The rows' lengths, from the prepared data (kept for the run itself)."""
-    from gym_data import prepare
+    from gym_data import open_stream, prepare
     from gym_sdk.folders import cache_dir
 
-    prepared = prepare(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed)
-    lengths = prepared.train.lengths
+    if spec.data.streaming:
+        streamed = open_stream(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed)
+        streamed.train.close()
+        return shape_of(spec, streamed)
+    return shape_of(spec, prepare(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed))
+
+
+def shape_of(spec: RunSpec, data: Prepared | Streamed) -> DataShape:
+    """The lengths of the rows of a run. Of rows that are read while training, the first are taken for all."""
+    from gym_data import Prepared
+
+    if isinstance(data, Prepared):
+        lengths = data.train.group_lengths
+        return DataShape(
+            num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
+        )
+    num_rows = (spec.train.max_steps or 1) * spec.batch_rows
     return DataShape(
-        num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
+        num_rows=num_rows,
+        num_tokens=round(num_rows * data.preview.mean_row_tokens),
+        longest_row_tokens=spec.data.max_length,
     )
 
 

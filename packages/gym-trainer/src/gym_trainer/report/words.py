@@ -79,7 +79,7 @@ def run_rows(facts: dict[str, Any]) -> list[Row]:
         ("method", spec["method"]["kind"]),
         ("adapter", kind),
         ("learning rate", number(spec["train"]["learning_rate"])),
-        ("batch", f"{spec['train']['batch_size']} rows a step"),
+        ("batch", _batch(spec)),
     ]
     if "num_trained" in fitted:
         part = fitted["num_trained"] / fitted["num_weights"]
@@ -88,6 +88,11 @@ def run_rows(facts: dict[str, Any]) -> list[Row]:
         )
     rows += [(f"wrote {item['kind']}", f"{item['path']}/ ({size(item['size_bytes'])})") for item in facts["artifacts"]]
     return rows
+
+
+def _batch(spec: dict[str, Any]) -> str:
+    tokens = spec["train"].get("batch_tokens")
+    return f"{spec['train']['batch_size']} rows a step" if tokens is None else f"{count(tokens)} tokens a step"
 
 
 def data_rows(facts: dict[str, Any]) -> list[Row]:
@@ -107,6 +112,7 @@ def data_rows(facts: dict[str, Any]) -> list[Row]:
     rows += [(f"left out: {reason}", count(dropped["count"])) for reason, dropped in data["dropped"].items()]
     if data["rows_truncated"]:
         rows.append(("cut at max_length", count(data["rows_truncated"])))
+    rows += [("warning", warning) for warning in data.get("warnings", ())]
     return rows
 
 
