@@ -108,6 +108,56 @@ ONE_FAULT = [
         "performance: {device: cpu, attention: varlen}",
         "run.yaml:4: performance.attention: varlen needs a CUDA device, and performance.device is cpu",
     ),
+    # Methods
+    (
+        "method: {kind: kto, loss: ipo}",
+        "run.yaml:4: method.loss: unknown key of method kind kto; it belongs to kind sft, dpo, cpo",
+    ),
+    (
+        "method: {kind: dpo, reference: adapter_disabled}\nadapter: {kind: full}",
+        "run.yaml:4: method.reference: adapter kind full has no adapter to switch off; use frozen_copy, precomputed or "
+        "auto",
+    ),
+    (
+        "method: {kind: kto, reference: adapter_disabled}\nadapter: {init_from: there}",
+        "run.yaml:4: method.reference: the run starts from adapter.init_from, and without that adapter the model is an "
+        "earlier one; use frozen_copy, precomputed or auto",
+    ),
+    (
+        "method: {kind: dpo, reference: adapter_disabled}\nadapter: {init: pissa}",
+        "run.yaml:4: method.reference: adapter.init pissa changes the weights beside the adapter; use frozen_copy, "
+        "precomputed or auto",
+    ),
+    (
+        "method: {kind: dpo, loss: robust}",
+        "run.yaml:4: method.label_smoothing: robust needs the expected share of wrong labels, above 0",
+    ),
+    (
+        "method: {kind: dpo, loss: ipo, label_smoothing: 0.1}",
+        "run.yaml:4: method.label_smoothing: has no effect on ipo",
+    ),
+    (
+        "method: {kind: dpo, extra_losses: [{name: sigmoid}]}",
+        "run.yaml:4: method.extra_losses: each loss may stand there once; change its weight instead",
+    ),
+    (
+        "method: {kind: dpo, extra_losses: [{name: nll}]}",
+        "run.yaml:4: method.extra_losses[0].name: must be one of sigmoid, ipo, hinge, robust, apo_zero, apo_down, sft; "
+        'got "nll"',
+    ),
+    (
+        "method: {kind: reward}\noutput: {merge: true}",
+        "run.yaml:5: output.merge: the result of reward has a head of its own and is not merged",
+    ),
+    (
+        "method: {kind: classification}\nevaluation: {tasks: [{data: {source: x}}]}",
+        "run.yaml:5: evaluation.tasks: classification gives numbers, and these tasks ask for written answers",
+    ),
+    ("method: {kind: distillation}", "run.yaml:4: method.teacher: required: text that is not empty"),
+    (
+        "method: {kind: distillation, teacher: t, beta: 1}",
+        "run.yaml:4: method.beta: must be a number above 0 and below 1; got 1",
+    ),
 ]
 
 

@@ -11,7 +11,9 @@ import openai
 import pytest
 from daemon_process import DaemonProcess
 
-from gym_sdk.spec.preference import Dpo
+from gym_data import read_records
+from gym_sdk.spec import Dpo, load_spec
+from gym_sdk.spec.preference import chosen_reference
 
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 ROWS = (json.dumps(ROW) + "\n").encode() * 3
@@ -125,6 +127,29 @@ def test_dpo_is_gyms_own_dpo(daemon: DaemonProcess, client: openai.OpenAI) -> No
     assert spec["method"] == Dpo(beta=0.2).model_dump(mode="json")
     assert (spec["train"]["epochs"], spec["train"]["batch_size"], spec["train"]["learning_rate"]) == (2.0, 4, 1e-4)
     assert [source["source"].startswith(str(daemon.data_dir)) for source in spec["data"]["eval"]["sources"]] == [True]
+
+
+def test_dpo_on_a_tuned_model_reaches_the_trainer_with_that_model_as_its_reference(
+    daemon: DaemonProcess, client: openai.OpenAI
+) -> None:
+    chats = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune")
+    pairs = client.files.create(file=("pairs.jsonl", PAIRS), purpose="fine-tune")
+    tuned = client.fine_tuning.jobs.create(model="tiny", training_file=chats.id, suffix="steps-1")
+    tuned = wait_for(client, tuned.id, "succeeded", "failed")
+    job = client.fine_tuning.jobs.create(
+        model=tuned.fine_tuned_model or "",
+        training_file=pairs.id,
+        suffix="steps-1",
+        method={"type": "dpo"},
+    )
+    assert wait_for(client, job.id, "succeeded", "failed").status == "succeeded"
+    (path,) = (daemon.data_dir / "jobs" / job.id).glob("**/spec.yaml")
+    spec = load_spec(path)
+    assert spec.method == Dpo(beta=0.1)
+    assert chosen_reference(spec) == "frozen_copy"
+    records = list(read_records(spec.data.train[0]))
+    assert [record.kind for record in records] == ["preference"] * 3
+    assert [candidate.rank for candidate in records[0].candidates] == [0, 1]
 
 
 def test_rows_of_another_kind_are_refused_before_the_job_is_queued(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,44 @@ def test_dpo_on_an_sft_adapter_is_held_to_the_sft_model_and_not_to_the_base(fold
         assert course[2]["rewards/margins"] == pytest.approx(courses[0][2]["rewards/margins"], rel=1e-3)
     assert courses[0][2]["rewards/margins"] != 0
     assert len(np.load(only_run(folder, "precomputed").data_dir / "reference-train.npy")) == 60
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "message"),
+    [
+        ("{kind: dpo}", chats, "rows.jsonl:1: the method needs pairs of chosen and rejected answers, but this row is"),
+        ("{kind: sft}", pairs, "rows.jsonl:1: the method needs chats or text, but this row is preference"),
+        ("{kind: kto}", chats, "rows.jsonl:1: the method needs answers with a label, good or bad"),
+        ("{kind: kto}", lambda: labelled()[::2], "labels are true: KTO learns from good and bad answers"),
+        ("{kind: reward}", labelled, "rows.jsonl:1: the method needs pairs of chosen and rejected answers"),
+        ("{kind: pretrain}", chats, "rows.jsonl: pretraining reads plain text, and these rows are openai"),
+        ("{kind: classification}", chats, "are texts, not classes"),
+        ("{kind: classification, labels: [lion, zebra]}", classes, "is none of the classes (lion, zebra)"),
+        ("{kind: distillation, teacher: ./nowhere}", chats, "method.teacher: there is no"),
+        ("{kind: distillation, teacher: ./other}", chats, "another vocabulary than the student: 2 tokens differ"),
+    ],
+)
+def test_rows_and_teachers_that_do_not_fit_the_method_are_found_before_weights_load(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    rows: Any,
+    message: str,
+) -> None:
+    write(folder, rows())
+    other = folder / "other"
+    shutil.copytree(folder / "teacher", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<|another|>"
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["<|another|>"] = vocabulary.pop("<|endoftext|>")
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(
+        "gym_serve.models.load_model", lambda *a, **k: pytest.fail("weights were loaded"), raising=False
+    )
+    assert gym(["train", "run.yaml", f"method={method}", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert message in " ".join(said.split()), said
+    assert said.count("error: ") == 1
+    assert only_run(folder).state() is RunState.FAILED

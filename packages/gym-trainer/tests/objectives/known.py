@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gym_data import Document
 from gym_data.store import DocumentRole
+from gym_sdk.events import EventWriter
+from gym_sdk.spec import Cpo, Dpo, Orpo, Simpo
 from gym_trainer.loop.batch import Layout, StoreRows
 from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.step import StepResult, StepRunner
-from gym_trainer.objectives.base import Objective
+from gym_trainer.objectives.base import Objective, Start
+from gym_trainer.objectives.dpo import DpoObjective
+from gym_trainer.objectives.kto import KtoObjective
+from gym_trainer.objectives.reference import Reference
+from gym_trainer.objectives.reference_free import CpoObjective, OrpoObjective, SimpoObjective
 
 VOCABULARY_SIZE = 53
 CPU = torch.device("cpu")
@@ -137,3 +145,41 @@ def fingerprint(model: torch.nn.Module) -> list[float]:
     """The gradient's norm, and its product with the formula's numbers: two numbers that pin every entry down."""
     flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
     return [float(flat.norm()), float(flat @ noise(len(flat), 7.0)) / math.sqrt(len(flat))]
+
+
+class OtherModel(Reference):
+    """A reference that is simply another model, so that a test knows what it says."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def logprobs(self, model: Any, batch: Any, logprobs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return logprobs(ForwardModel(self.model), batch)
+
+
+def build_preference(method: Any, reference: Reference) -> Objective:
+    """The objective of a preference method, with this reference."""
+    match method:
+        case Dpo():
+            return DpoObjective(method, reference)
+        case Orpo():
+            return OrpoObjective(method)
+        case Simpo():
+            return SimpoObjective(method)
+        case Cpo():
+            return CpoObjective(method)
+        case _:
+            return KtoObjective(method, reference, seed=0)
+
+
+def start_of(objective: Objective, model: Any, run_path: Any, *, tokens: int = 60) -> Start:
+    """What a method gets before the first step."""
+    return Start(
+        model=ForwardModel(model),
+        runner=StepRunner(objective, micro_batch_tokens=tokens, layout="packed", device=CPU),
+        settings=None,  # type: ignore[arg-type]
+        run_path=run_path,
+        events=EventWriter(run_path / f"events-{id(model)}.jsonl"),
+        stack=ExitStack(),
+    )

@@ -7,32 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from known import fill, gradients, known_model, label_store, logprobs_of, measure, pair_store, sigmoid
+from known import (
+    OtherModel,
+    build_preference,
+    fill,
+    gradients,
+    known_model,
+    label_store,
+    logprobs_of,
+    measure,
+    pair_store,
+    sigmoid,
+    start_of,
+)
 from torch import Tensor
 
 from gym_sdk.spec import Cpo, Dpo, Kto, Orpo, Simpo, WeightedLoss
 from gym_trainer.loop.batch import StoreRows
-from gym_trainer.objectives.base import Objective
 from gym_trainer.objectives.dpo import DpoObjective
-from gym_trainer.objectives.kto import KtoObjective, MismatchedRows
-from gym_trainer.objectives.reference import Reference
-from gym_trainer.objectives.reference_free import CpoObjective, OrpoObjective, SimpoObjective
+from gym_trainer.objectives.kto import MismatchedRows
 
 RTOL, ATOL = 1e-5, 1e-7
 """Log-probabilities leave the chunked loss in float32, everything else is float64."""
-
-
-class OtherModel(Reference):
-    """A reference that is simply another model, so that a test knows what it says."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def logprobs(self, model: Any, batch: Any, logprobs: Any) -> Tensor:
-        from gym_trainer.loop.forward import ForwardModel
-
-        with torch.no_grad():
-            return logprobs(ForwardModel(self.model), batch)
 
 
 class Answers:
@@ -124,20 +120,6 @@ PAPERS: dict[str, tuple[Any, Callable[[Answers], Tensor]]] = {
 }
 
 
-def build(method: Any, reference: Reference) -> Objective:
-    match method:
-        case Dpo():
-            return DpoObjective(method, reference)
-        case Orpo():
-            return OrpoObjective(method)
-        case Simpo():
-            return SimpoObjective(method)
-        case Cpo():
-            return CpoObjective(method)
-        case _:
-            return KtoObjective(method, reference, seed=0)
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("tokens", [30, 10_000])
 @pytest.mark.parametrize("name", PAPERS)
@@ -148,7 +130,9 @@ def test_a_loss_over_pairs_and_its_gradient_are_those_of_its_paper(name: str, to
     expected.backward()
     expected_gradients = gradients(policy)
 
-    result = measure(build(method, OtherModel(reference)), policy, StoreRows(store), tokens=tokens, layout=layout)
+    result = measure(
+        build_preference(method, OtherModel(reference)), policy, StoreRows(store), tokens=tokens, layout=layout
+    )
 
     assert result.num_micro_batches == (1 if tokens > 1000 else len(store.groups))
     assert result.normaliser == len(store.groups)
@@ -201,7 +185,7 @@ def test_kto_and_its_reference_point_are_those_of_the_paper(drift: str, tokens: 
     expected.backward()
     expected_gradients = gradients(policy)
 
-    result = measure(build(method, OtherModel(reference)), policy, rows, tokens=tokens, layout=layout)
+    result = measure(build_preference(method, OtherModel(reference)), policy, rows, tokens=tokens, layout=layout)
 
     assert (float(divergence) > 0) == (result.metrics["kl"][0] > 0)
     assert result.metrics["kl"][0] / result.metrics["kl"][1] == pytest.approx(float(divergence), rel=RTOL, abs=1e-6)
@@ -276,7 +260,7 @@ class TestReference:
         results, slopes = [], []
         for reference in (AdapterDisabled(), FrozenCopy(), Precomputed(), OtherModel(known_model(1.0))):
             model = self._lora()
-            objective = build(Dpo(beta=0.3) if kind == "dpo" else Kto(beta=0.3), reference)
+            objective = build_preference(Dpo(beta=0.3) if kind == "dpo" else Kto(beta=0.3), reference)
             (rows,) = objective.start(start_of(objective, model, tmp_path), [objective.rows(store)])  # type: ignore[arg-type]
             self._trained(model)
             results.append(measure(objective, model.eval(), rows, tokens=60))  # type: ignore[arg-type]
@@ -330,23 +314,3 @@ class TestReference:
         assert torch.equal(first, again)
         assert model.training
         assert not torch.equal(sums(start.model, seen[0]), sums(start.model, seen[0]))
-
-
-def start_of(objective: Objective, model: Any, run_path: Any) -> Any:
-    from contextlib import ExitStack
-
-    from known import CPU
-
-    from gym_sdk.events import EventWriter
-    from gym_trainer.loop.forward import ForwardModel
-    from gym_trainer.loop.step import StepRunner
-    from gym_trainer.objectives.base import Start
-
-    return Start(
-        model=ForwardModel(model),
-        runner=StepRunner(objective, micro_batch_tokens=60, layout="packed", device=CPU),
-        settings=None,  # type: ignore[arg-type]
-        run_path=run_path,
-        events=EventWriter(run_path / f"events-{id(model)}.jsonl"),
-        stack=ExitStack(),
-    )

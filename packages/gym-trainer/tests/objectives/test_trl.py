@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from known import fingerprint, known_model, label_store, measure, pair_store
-from test_preference import OtherModel, build
+from known import OtherModel, build_preference, fingerprint, known_model, label_store, measure, pair_store
 
 from gym_sdk.spec import Cpo, Dpo, Kto, Orpo, Simpo, WeightedLoss
 from gym_trainer.loop.batch import StoreRows
@@ -48,7 +47,9 @@ def same(result: Any, model: torch.nn.Module, recorded: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str) -> None:
     policy = known_model(1.0)
-    result = measure(build(DPO[name], OtherModel(known_model(2.0))), policy, StoreRows(pair_store()), tokens=50)
+    result = measure(
+        build_preference(DPO[name], OtherModel(known_model(2.0))), policy, StoreRows(pair_store()), tokens=50
+    )
     same(result, policy, TRL["dpo"][name])
     shared = result.metrics.keys() & TRL["dpo"][name]["metrics"].keys()
     assert {"rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/rejected"} <= shared
@@ -56,7 +57,7 @@ def test_dpo(name: str) -> None:
 
 def test_the_sft_term_of_a_sum_of_losses() -> None:
     method = Dpo(beta=0.3, loss_weight=0.5, extra_losses=[WeightedLoss(name="sft", weight=2.0)])
-    result = measure(build(method, OtherModel(known_model(2.0))), known_model(1.0), StoreRows(pair_store()))
+    result = measure(build_preference(method, OtherModel(known_model(2.0))), known_model(1.0), StoreRows(pair_store()))
     parts = {name: total / count for name, (total, count) in result.metrics.items() if name.startswith("loss/")}
     expected = {name: TRL["dpo"][name]["loss"] for name in ("sigmoid", "sft")}
     assert parts == {f"loss/{name}": pytest.approx(value, rel=RTOL) for name, value in expected.items()}
@@ -68,7 +69,7 @@ def test_kto(name: str, keys: tuple[float, float]) -> None:
     policy, reference = (known_model(key) for key in keys)
     method = Kto(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
     rows = MismatchedRows(label_store(), seed=0)  # type: ignore[arg-type]
-    result = measure(build(method, OtherModel(reference)), policy, rows, tokens=50)
+    result = measure(build_preference(method, OtherModel(reference)), policy, rows, tokens=50)
     same(result, policy, TRL["kto"][name])
     assert (result.metrics["kl"][0] > 0) == (name == "kl above 0")
 
@@ -76,5 +77,5 @@ def test_kto(name: str, keys: tuple[float, float]) -> None:
 @pytest.mark.parametrize("name", REFERENCE_FREE)
 def test_methods_without_a_reference(name: str) -> None:
     policy = known_model(1.0)
-    objective = build(REFERENCE_FREE[name], OtherModel(policy))
+    objective = build_preference(REFERENCE_FREE[name], OtherModel(policy))
     same(measure(objective, policy, StoreRows(pair_store())), policy, TRL["reference_free"][name])
