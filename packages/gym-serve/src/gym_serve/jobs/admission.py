@@ -125,6 +125,8 @@ def check_rows(spec: RunSpec, formats: Mapping[str, str | None]) -> None:
         fit_for = _FIT_FOR.get(found or "")
         if wanted is None or fit_for is None or source.format != "auto" or fit_for == wanted:
             continue
+        if (fit_for, wanted) == ("preference", "unpaired"):
+            continue  # a pair is a good answer and a bad one
         message = f"its rows are {_ROWS[fit_for]} ({found}); {spec.method.kind} learns from {_ROWS[wanted]}"
         problems.append(Problem(message=message, where=Where(path=f"data.train[{index}].source"), hint=None))
     if problems:
