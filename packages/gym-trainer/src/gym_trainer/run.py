@@ -68,7 +68,7 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
         evaluate("after", tasks, trained.model, base, run, told)
         told.state(RunState.EXPORTING)
         export(spec, trained, base, run, told)
-        report(run, told)
+        report(run, objective, told)
         told.state(RunState.SUCCEEDED)
     return run
 
@@ -344,7 +344,7 @@ def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, tol
         )
 
 
-def report(run: RunDir, told: Narrator) -> None:
+def report(run: RunDir, objective: Objective, told: Narrator) -> None:
     """What happened, for programs and for people, and the card that lies with the artifact."""
     from gym_trainer.exporting.card import write_card
     from gym_trainer.report import write_report
@@ -357,4 +357,6 @@ def report(run: RunDir, told: Narrator) -> None:
         if folder.is_dir():
             write_card(folder, facts)
     told.say(before_and_after(facts))
-    told.say(f"report: {run.report_path('html')}\ntalk to it: gym chat {run.path}")
+    told.say(f"report: {run.report_path('html')}")
+    if objective.scores is None:
+        told.say(f"talk to it: gym chat {run.path}")

@@ -43,8 +43,9 @@ def run(tmp_path: Path) -> RunDir:
             events.metric(step, {"loss": 2.0, "num_tokens": 100, "num_trained_tokens": 10, "peak_memory_bytes": 1e9})
         events.state("training")
         for step in range(501, 2001):
-            events.metric(step, {"loss": 1000 / step, "num_tokens": 100, "num_trained_tokens": 10, "grad_norm": 1.0})
-        events.metric(2000, {"eval_loss": 0.6})
+            values = {"loss": 1000 / step, "num_tokens": 100, "num_trained_tokens": 10, "grad_norm": 1.0}
+            events.metric(step, values | {"rewards/margins": step / 1000})
+        events.metric(2000, {"eval_loss": 0.6, "eval_rewards/margins": 1.25})
         events.log("warning", HOSTILE)
         events.state("succeeded")
     question = Question(
@@ -70,6 +71,16 @@ def test_steps_that_were_done_twice_count_once_and_the_later_time(run: RunDir) -
     around_550 = [value for step, value in training["series"]["loss"] if 510 < step < 595]
     assert around_550
     assert max(around_550) < 1.97
+
+
+def test_what_the_method_measures_stands_beside_what_held_out_rows_say(run: RunDir) -> None:
+    write_report(run)
+    measure = json.loads(run.report_path("json").read_text())["training"]["measures"]["rewards/margins"]
+    assert (measure["first"], measure["last"], measure["held_out"]) == (0.501, 2.0, 1.25)
+    assert "| rewards/margins | 0.501 | 2 | 1.25 |" in run.report_path("md").read_text()
+    page = run.report_path("html").read_text()
+    assert "<td>rewards/margins</td><td>0.501</td><td>2</td><td>1.25</td>" in page
+    assert "Reward margin over steps" in page
 
 
 def test_the_page_is_one_small_file_that_needs_no_other(run: RunDir) -> None:

@@ -19,6 +19,8 @@ MAX_POINTS = 400
 MAX_EXAMPLES = 8
 _PACKAGES = ("gym-trainer", "gym-serve", "gym-data", "gym-sdk", "torch", "transformers", "peft")
 _SERIES = ("loss", "token_accuracy", "learning_rate", "grad_norm", "throughput_tokens_per_s", "peak_memory_bytes")
+_MEASURES = ("rewards/", "logps/", "loss/", "nll", "kl", "divergence", "log_odds", "accuracy", "token_accuracy")
+"""How the names of a method's own measures begin."""
 
 
 def collect(run: RunDir) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def collect(run: RunDir) -> dict[str, Any]:
             "series": {
                 name: _thinned([(s, metrics[s][name]) for s in steps if name in metrics[s]]) for name in _SERIES
             },
+            "measures": _measures(metrics, evaluations),
             "evaluation_loss": [(step, values["eval_loss"]) for step, values in sorted(evaluations.items())],
             "num_resumes": num_resumes,
         }
@@ -75,6 +78,23 @@ def environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "device": _device(),
+    }
+
+
+def _measures(
+    steps: dict[int, dict[str, float]], evaluations: dict[int, dict[str, float]]
+) -> dict[str, dict[str, Any]]:
+    """The method's own numbers: in the first step that has them, in the last, on held-out rows at the end; a curve."""
+    found: dict[str, dict[str, Any]] = {}
+    held_out = evaluations[max(evaluations)] if evaluations else {}
+    for number, values in sorted(steps.items()):
+        for name, value in values.items():
+            if name.startswith(_MEASURES):
+                found.setdefault(name, {"first": value, "series": []})["last"] = value
+                found[name]["series"].append((number, value))
+    return {
+        name: entry | {"held_out": held_out.get(f"eval_{name}"), "series": _thinned(entry["series"])}
+        for name, entry in sorted(found.items())
     }
 
 

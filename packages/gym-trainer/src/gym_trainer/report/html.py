@@ -16,6 +16,14 @@ from gym_trainer.showing import percent, shortened
 
 MAX_BYTES = 300_000
 _MAX_TEXT = 1500
+_MEASURED = {
+    "rewards/margins": "Reward margin",
+    "rewards/accuracies": "Chosen preferred",
+    "kl": "Divergence from the reference",
+    "divergence": "Divergence from the teacher",
+    "accuracy": "Accuracy",
+}
+"""The measures of methods that have a curve of their own."""
 
 
 def render_html(facts: dict[str, Any]) -> str:
@@ -73,6 +81,9 @@ def _charts(facts: dict[str, Any]) -> list[tuple[str, str, Markup]]:
             line_chart(series["learning_rate"], title="Learning rate over steps", label=compact, zero_based=True),
         ),
     ]
+    for name, title in _MEASURED.items():
+        if entry := training["measures"].get(name):
+            charts.append((title, name, line_chart(entry["series"], title=f"{title} over steps", label=compact)))
     return [(title, remark, Markup(picture)) for title, remark, picture in charts if picture]
 
 

@@ -29,6 +29,8 @@ def render_markdown(facts: dict[str, Any]) -> str:
         lines += ["", "### Answers, the wrong ones first", ""]
         for example in task["examples"]:
             lines += _example(example)
+    if rows := words.measure_rows(facts):
+        lines += ["", "## What the method measures", "", *table(("", "first step", "last step", "held-out rows"), rows)]
     lines += ["", "## Run", "", *table(("", ""), words.run_rows(facts))]
     lines += ["", "## Data", "", *table(("", ""), words.data_rows(facts))]
     if rows := words.plan_rows(facts):

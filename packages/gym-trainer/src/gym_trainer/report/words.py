@@ -116,6 +116,20 @@ def data_rows(facts: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def measure_rows(facts: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(measure of the method, first step, last step, held-out rows at the end)."""
+    measures = (facts["training"] or {}).get("measures", {})
+    return [
+        (
+            name,
+            number(entry["first"]),
+            number(entry["last"]),
+            "not measured" if entry["held_out"] is None else number(entry["held_out"]),
+        )
+        for name, entry in measures.items()
+    ]
+
+
 def plan_rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(what, predicted, measured)."""
     predicted, training = facts["plan"] or {}, facts["training"]
