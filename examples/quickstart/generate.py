@@ -27,10 +27,7 @@ from typing import Any, Literal, TypeVar
 HERE = Path(__file__).resolve().parent
 ACTIVITIES = ("feeding", "drinking", "resting", "moving", "bathing", "fighting", "dead")
 THREATS = ("snare", "gunshots", "fire", "logging", "livestock", "none")
-SYSTEM_PROMPT = (
-    f"Patrol note to JSON: species, count, activity ({' '.join(ACTIVITIES)}), place, time, "
-    f"threat ({' '.join(THREATS)}). Only animals seen now; else null."
-)
+SYSTEM_PROMPT = "Patrol note to JSON: species, count, activity, place, time, threat. Null if not said."
 REGISTERS = ("radio", "diary", "report", "sms")
 
 Split = Literal["train", "held_out"]
@@ -318,7 +315,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the patrol notes of the quickstart.")
-    parser.add_argument("--train-rows", type=int, default=420)
+    parser.add_argument("--train-rows", type=int, default=600)
     parser.add_argument("--held-out-rows", type=int, default=240)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, default=HERE)

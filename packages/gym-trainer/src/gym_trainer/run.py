@@ -195,6 +195,7 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: Run
     import torch
     from transformers import AutoConfig
 
+    from gym_trainer.fast.host_memory import keep_freed_memory
     from gym_trainer.planning import detect, render
     from gym_trainer.planning import plan as choose
     from gym_trainer.planning.source import shape_of
@@ -204,6 +205,8 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: Run
     plan = choose(spec, config, hardware, data=shape_of(spec, prepared), compare=False)
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)
+    if plan.device == "cpu":
+        keep_freed_memory()
     records.write_text(run.plan_path, plan.to_json())
     told.say(render(plan))
     return plan
