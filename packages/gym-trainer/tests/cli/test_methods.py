@@ -102,6 +102,7 @@ METHODS = {
     "{kind: reward, centering: 0.01}": (pairs, REWARDS),
     "{kind: classification}": (classes, {"accuracy"}),
     "{kind: distillation, teacher: ./teacher, divergence: jsd}": (chats, {"divergence", "nll", "token_accuracy"}),
+    "{kind: distillation, teacher: ./teacher, on_policy_share: 0.5, on_policy_max_tokens: 16}": (chats, {"divergence"}),
 }
 
 

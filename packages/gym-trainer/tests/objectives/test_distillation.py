@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from known import GroupStore, fingerprint, gradients, known_model, measure, pair_store
+from tiny_rows import tiny_model
 from torch import Tensor
 
 from gym_sdk.spec import Distillation
 from gym_trainer.fast import divergence as fast_divergence
-from gym_trainer.loop.batch import StoreRows
+from gym_trainer.loop.batch import StepBatch, StoreRows
+from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.step import StepResult
 from gym_trainer.objectives.distillation import DistillationObjective
+from gym_trainer.objectives.on_policy import with_own_answers
 
 TRL = json.loads(Path(__file__).with_name("trl.json").read_text())["distillation"]
 TEMPERATURE, BETA = 1.7, 0.3
@@ -98,6 +103,53 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
         student = known_model(2.0)
         assert distil(kind, student).loss == pytest.approx(0, abs=1e-6)
         assert fingerprint(student)[0] < 1e-4
+
+
+class TestOwnAnswers:
+    """A share of the rows answered by the student."""
+
+    def step(self, share: float, *, model: Any = None, epoch: int = 0) -> tuple[StepBatch, StepBatch]:
+        given = replace(StepDataset(StoreRows(rows()), batch_size=6, seed=0)[0], epoch=epoch)  # type: ignore[arg-type]
+        written = with_own_answers(model or tiny_model(), given, share=share, max_tokens=5, stop_ids=(3,), seed=1)
+        return given, written
+
+    def test_prompts_stay_answers_are_drawn_again_and_the_same_ones_are_drawn_twice(self) -> None:
+        given, written = self.step(1.0)
+        for before, after in zip(given.rows, written.rows, strict=True):
+            prompt = int(before.documents[0].loss_mask.argmax())
+            (document,) = after.documents
+            assert document.ids[:prompt].tolist() == before.documents[0].ids[:prompt].tolist()
+            assert document.loss_mask.tolist() == [0] * prompt + [1] * (len(document.ids) - prompt)
+            assert 1 <= len(document.ids) - prompt <= 5
+            assert 3 not in document.ids[prompt:-1]
+            assert after.written_by_model
+        again = self.step(1.0)[1]
+        other = self.step(1.0, epoch=1)[1]
+        answers = [[row.documents[0].ids.tolist() for row in step.rows] for step in (written, again, other)]
+        assert answers[0] == answers[1] != answers[2]
+
+    def test_a_share_of_the_rows_is_chosen_and_the_model_is_given_back(self) -> None:
+        model = tiny_model().train()
+        attention = model.config._attn_implementation
+        given, written = self.step(0.5, model=model)
+        own = [row.written_by_model for row in written.rows]
+        assert 0 < sum(own) < 6
+        assert all(a is b for a, b, new in zip(given.rows, written.rows, own, strict=True) if not new)
+        assert (model.training, model.config._attn_implementation) == (True, attention)
+        assert not any(row.written_by_model for row in self.step(0.0, model=model)[1].rows)
+
+    def test_what_the_student_wrote_is_no_example_to_imitate(self) -> None:
+        student = tiny_model(seed=4)
+        method = Distillation(teacher="./t", on_policy_share=0.5, on_policy_max_tokens=4, sft_weight=1.0)
+        objective = DistillationObjective(method, teacher=None, stop_ids=(3,), seed=1)  # type: ignore[arg-type]
+        objective._teacher = ForwardModel(tiny_model(seed=5))
+        result = measure(objective, student, StoreRows(rows()))  # type: ignore[arg-type]
+        _, written = self.step(0.5, model=student)
+        examples = sum(row.num_trained_tokens for row in written.rows if not row.written_by_model)
+        assert result.metrics["nll"][1] == examples
+        assert result.metrics["divergence"][1] == result.normaliser > examples
+        expected = (result.metrics["divergence"][0] + result.metrics["nll"][0]) / result.normaliser
+        assert result.loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_chunks_bound_the_logits_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,5 +33,13 @@ class Distillation(SpecModel):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both distributions' logits are divided by it; above 1 shows more of what the teacher finds less likely."""
 
+    on_policy_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of rows whose last answer the student writes anew in each step, so that it learns from its own mistakes
+    (generalised knowledge distillation). Writing costs time."""
+
+    on_policy_max_tokens: Annotated[int, Field(ge=1)] = 128
+    """The longest answer that the student writes."""
+
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """The weight of the plain cross-entropy of the rows' own tokens beside the divergence."""
+    """The weight of the plain cross-entropy of the rows' own tokens beside the divergence; not where the student wrote
+    them."""

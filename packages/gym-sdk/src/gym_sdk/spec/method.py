@@ -57,4 +57,6 @@ def find_method_conflicts(spec: RunSpec) -> list[tuple[str, str]]:
             found.append(("evaluation.tasks", f"{method.kind} gives numbers, and these tasks ask for written answers"))
         if spec.output.merge:
             found.append(("output.merge", f"the result of {method.kind} has a head of its own and is not merged"))
+    if isinstance(method, Distillation) and method.sft_weight and method.on_policy_share == 1:
+        found.append(("method.sft_weight", "has no effect: with on_policy_share 1 the student writes every answer"))
     return found

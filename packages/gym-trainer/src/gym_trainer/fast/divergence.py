@@ -39,12 +39,15 @@ def compare(
     teacher: Logits,
     labels_K: Tensor,
     *,
+    imitated_K: Tensor | None = None,
     kind: DivergenceKind,
     beta: float = 0.5,
     temperature: float = 1.0,
     chunk_size: int,
 ) -> Comparison:
     """The divergence of the student from the teacher, added up over positions (see `divergence`).
+
+    `imitated_K` says where the labels are examples, and count for the cross-entropy and what is right; all when None.
 
     Where the two have logits for different numbers of tokens, as padded vocabularies do, only the shared ones count.
     """
@@ -60,7 +63,10 @@ def compare(
             beta,
         )
         losses_C = torch.nn.functional.cross_entropy(own_CV, labels_K[chunk], reduction="none")
-        return divergence_C.sum(), losses_C.sum(), (own_CV.argmax(-1) == labels_K[chunk]).sum()
+        correct_C = own_CV.argmax(-1) == labels_K[chunk]
+        if imitated_K is not None:
+            losses_C, correct_C = losses_C * imitated_K[chunk], correct_C & imitated_K[chunk]
+        return divergence_C.sum(), losses_C.sum(), correct_C.sum()
 
     for begin in range(0, len(labels_K), chunk_size):
         chunk = slice(begin, begin + chunk_size)

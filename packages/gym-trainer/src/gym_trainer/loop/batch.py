@@ -55,6 +55,9 @@ class Row:
     document_values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Numbers that a method needs beside the tokens, one for each of `documents` and `statistics_documents`."""
 
+    written_by_model: bool = False
+    """The answer is the model's own, and no example to imitate."""
+
     @property
     def num_tokens(self) -> int:
         return sum(len(document.ids) for document in self.documents)

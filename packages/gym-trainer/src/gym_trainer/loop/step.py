@@ -76,6 +76,8 @@ class StepRunner:
         Raises:
             RunFailed: a single row does not fit into memory.
         """
+        if backward is not None:
+            step = self.objective.prepared_step(model, step)
         while True:
             random_state = _random_state(self.device)
             bins = self._bins(step.rows)

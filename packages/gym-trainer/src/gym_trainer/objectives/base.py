@@ -82,6 +82,10 @@ class Objective(ABC):
         """Get ready for training on `rows` (training, then evaluation); the rows to use, in the same order."""
         return list(rows)
 
+    def prepared_step(self, model: ForwardModel, step: StepBatch) -> StepBatch:
+        """The step as it is trained on, such as with answers that the model writes now. Not called in evaluation."""
+        return step
+
     def normaliser(self, step: StepBatch) -> float:
         """How many units this rank's rows of the step hold; the loop adds the ranks up and divides by the sum."""
         return float(step.num_trained_tokens if self.unit == "token" else len(step.rows))
@@ -148,6 +152,7 @@ def build(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> Objective
             source = spec.data.train[0].source
             return ClassificationObjective(Classes.of(method.labels, prepared.train, base.tokenizer, source))
         case Distillation():
-            return DistillationObjective(method, resolve_teacher(spec, base.resolved.folder))
+            teacher = resolve_teacher(spec, base.resolved.folder)
+            return DistillationObjective(method, teacher, stop_ids=tuple(base.renderer.stop_ids), seed=spec.seed)
         case _:
             raise AssertionError(f"no objective for {method.kind}")

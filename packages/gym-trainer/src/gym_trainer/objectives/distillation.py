@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from gym_sdk.errors import ModelError, UserError, Where
 from gym_sdk.spec import Distillation, RunSpec
@@ -17,9 +18,10 @@ from gym_serve.models import ResolvedModel, load_model
 from gym_trainer.fast.attention import attention_of, check_isolation
 from gym_trainer.fast.divergence import compare
 from gym_trainer.fast.loss import default_chunk_size
-from gym_trainer.loop.batch import MicroBatch, RowSource
-from gym_trainer.loop.forward import ForwardModel
+from gym_trainer.loop.batch import IGNORED, MicroBatch, RowSource, StepBatch
+from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.objectives.base import LossSum, Objective, Ratio, Start, Unit
+from gym_trainer.objectives.on_policy import with_own_answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,14 @@ class DistillationObjective(Objective):
 
     unit: ClassVar[Unit] = "token"
 
-    def __init__(self, method: Distillation, teacher: Teacher) -> None:
+    def __init__(
+        self, method: Distillation, teacher: Teacher, *, stop_ids: tuple[int, ...] = (), seed: int = 0
+    ) -> None:
+        """`stop_ids` end the answers that the student writes."""
         self.method = method
         self.teacher = teacher
+        self.stop_ids = stop_ids
+        self.seed = seed
         self._teacher: ForwardModel | None = None
 
     def start(self, start: Start, rows: Sequence[RowSource]) -> list[RowSource]:
@@ -63,26 +70,40 @@ class DistillationObjective(Objective):
         self._teacher = ForwardModel(self.teacher.load(start), loss_chunk_size=start.settings.loss_chunk_size)
         return list(rows)
 
+    def prepared_step(self, model: ForwardModel, step: StepBatch) -> StepBatch:
+        if not self.method.on_policy_share:
+            return step
+        return with_own_answers(
+            unwrap(model.wrapped),
+            step,
+            share=self.method.on_policy_share,
+            max_tokens=self.method.on_policy_max_tokens,
+            stop_ids=self.stop_ids,
+            seed=self.seed,
+        )
+
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         assert self._teacher is not None
         method = self.method
         with torch.no_grad():
             teacher, _ = self._teacher.labelled_logits(micro_batch)
         student, labels_K = model.labelled_logits(micro_batch)
+        imitated_K = _imitated(micro_batch)
         compared = compare(
             student,
             teacher,
             labels_K,
+            imitated_K=imitated_K,
             kind=method.divergence,
             beta=method.beta,
             temperature=method.temperature,
             chunk_size=model.loss_chunk_size or self._chunk_size(model),
         )
-        count = torch.tensor(float(len(labels_K)))
+        num_imitated = imitated_K.sum()
         metrics = {
-            "divergence": Ratio(compared.divergence_sum.detach(), count),
-            "nll": Ratio(compared.cross_entropy_sum.detach(), count),
-            "token_accuracy": Ratio(compared.num_correct, count),
+            "divergence": Ratio(compared.divergence_sum.detach(), torch.tensor(float(len(labels_K)))),
+            "nll": Ratio(compared.cross_entropy_sum.detach(), num_imitated),
+            "token_accuracy": Ratio(compared.num_correct, num_imitated),
         }
         loss = compared.divergence_sum
         if method.sft_weight:
@@ -93,6 +114,14 @@ class DistillationObjective(Objective):
     def _chunk_size(model: ForwardModel) -> int:
         """Both models' logits and their difference are there at once."""
         return 128 if model.head is None else max(64, default_chunk_size(model.head.weight_VD) // 4)
+
+
+def _imitated(batch: MicroBatch) -> Tensor:
+    """Which labelled positions are of an example, and not of an answer that the student wrote: bool [K]."""
+    examples = [not row.written_by_model for row in batch.rows for _ in row.documents]
+    examples_N = torch.tensor(examples, device=batch.document_ids_T.device)
+    positions_K = torch.nonzero(batch.labels_T != IGNORED).squeeze(1).to(batch.document_ids_T.device)
+    return examples_N[batch.document_ids_T[positions_K]]
 
 
 def resolve_teacher(spec: RunSpec, student_folder: Any) -> Teacher:
