@@ -36,18 +36,19 @@ ONE_FAULT = [
     ("output_dir: x", "run.yaml:4: output_dir: unknown key; it is called output.dir here"),
     (
         "adapter: {kind: full, rank: 8}",
-        "run.yaml:4: adapter.rank: unknown key of adapter kind full; it belongs to kind lora",
+        "run.yaml:4: adapter.rank: unknown key of adapter kind full; it belongs to kind lora, vera",
     ),
     ("parallel: {zzz: 1}", "run.yaml:4: parallel.zzz: unknown key; known keys are strategy"),
     # Kinds
     (
         "adapter: {kind: lroa}",
-        'run.yaml:4: adapter.kind: must be one of lora, full; got "lroa"; did you mean lora?',
+        'run.yaml:4: adapter.kind: must be one of lora, oft, vera, ia3, freeze, full; got "lroa"; did you mean lora?',
     ),
-    ("adapter: {kind: 3}", "run.yaml:4: adapter.kind: must be one of lora, full; got 3"),
+    ("adapter: {kind: 3}", "run.yaml:4: adapter.kind: must be one of lora, oft, vera, ia3, freeze, full; got 3"),
     (
         "adapter: lora",
-        'run.yaml:4: adapter: must be a mapping whose kind is one of lora, full; got "lora"; write {kind: lora}',
+        "run.yaml:4: adapter: must be a mapping whose kind is one of lora, oft, vera, ia3, freeze, full; "
+        'got "lora"; write {kind: lora}',
     ),
     # Types
     ("train: {epochs: no}", 'run.yaml:4: train.epochs: must be a number above 0; got "no"'),
@@ -67,8 +68,8 @@ ONE_FAULT = [
     (
         "train: 3",
         "run.yaml:4: train: must be a mapping with the keys epochs, max_steps, learning_rate, batch_size, "
-        "micro_batch_tokens, schedule, warmup_ratio, weight_decay, max_grad_norm, optimizer, checkpoint_every_steps, "
-        "keep_checkpoints, eval_every_steps; got 3",
+        "micro_batch_tokens, schedule, decay_ratio, warmup_ratio, weight_decay, max_grad_norm, optimizer, "
+        "checkpoint_every_steps, keep_checkpoints, keep, early_stopping_patience, eval_every_steps; got 3",
     ),
     ("train: {epochs: .inf}", "run.yaml:4: train.epochs: must be a number above 0; got .inf"),
     ("train: {epochs: .nan}", "run.yaml:4: train.epochs: must be a number above 0; got .nan"),
@@ -80,7 +81,7 @@ ONE_FAULT = [
     ("name: a b", 'run.yaml:4: name: must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$; got "a b"'),
     (
         "train: {schedule: cosin}",
-        'run.yaml:4: train.schedule: must be one of cosine, linear, constant; got "cosin"; did you mean cosine?',
+        'run.yaml:4: train.schedule: must be one of cosine, linear, constant, wsd; got "cosin"; did you mean cosine?',
     ),
     (
         "performance: {recompute_layers: -1}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from logging import ERROR, getLogger
 
 
 def wait_without_spinning() -> None:
@@ -22,4 +23,6 @@ def quieten_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # Said at every import on processors with AVX-512 BF16: an optional kernel for generation, which Gym does not use.
+    getLogger("bitsandbytes.backends.cpu.ops").setLevel(ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")

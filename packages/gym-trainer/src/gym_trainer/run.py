@@ -7,8 +7,10 @@ Every stage leaves its result in the run's folder, complete or absent, so that a
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from gym_sdk.events import RunState
 from gym_sdk.folders import cache_dir
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, dump_yaml, load_spec
+from gym_sdk.spec.adapter import is_whole_model
 from gym_trainer import records
 from gym_trainer._libraries import quieten_libraries, wait_without_spinning
 from gym_trainer.narrator import Narrator, recording
@@ -76,10 +79,12 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
 def resume_run(path: str | Path, *, quiet: bool = False) -> RunDir:
     """Go on with a run that was killed, paused or failed, under the specification that it began with.
 
+    A URL is a run's folder in an `output.mirror`: what is not on this machine is fetched first.
+
     Raises:
         UserError: there is no such run, it has succeeded already, or its inputs are not what they were.
     """
-    run = RunDir.open(path)
+    run = fetch_run(str(path)) if "://" in str(path) else RunDir.open(path)
     if run.state() is RunState.SUCCEEDED:
         raise UserError(
             "this run has succeeded: there is nothing left to do",
@@ -92,6 +97,23 @@ def resume_run(path: str | Path, *, quiet: bool = False) -> RunDir:
     if spec.method.kind == "training_free_grpo":
         return optimise_context(spec, run, quiet=quiet)
     return train(spec, resume=run, quiet=quiet)
+
+
+def fetch_run(url: str) -> RunDir:
+    """A mirrored run as a folder on this machine, where its specification says; one that is there already is used."""
+    require_torch("training")
+    from gym_trainer.loop.mirror import open_mirror
+
+    mirror = open_mirror(url)
+    with tempfile.TemporaryDirectory(prefix="gym-mirror-") as scratch:
+        copy = Path(scratch) / "spec.yaml"
+        copy.write_text(mirror.read_text("spec.yaml"), encoding="utf-8")
+        spec = load_spec(copy)
+    folder = Path(spec.output.dir) / url.rstrip("/").rpartition("/")[2]
+    if not (folder / "run.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        mirror.pull_run(folder)
+    return RunDir.open(folder)
 
 
 def optimise_context(spec: RunSpec, run: RunDir, *, quiet: bool) -> RunDir:
@@ -122,6 +144,13 @@ def check_inputs(spec: RunSpec) -> None:
         from gym_trainer.loop.fit import check_trackers
 
         check_trackers(spec.output.report_to)
+    from gym_trainer.loop.optimizers import require_optimizer
+
+    require_optimizer(spec.train.optimizer)
+    if spec.output.mirror is not None:
+        from gym_trainer.loop.mirror import open_mirror
+
+        open_mirror(spec.output.mirror)
 
 
 def resolve(spec: RunSpec, told: Narrator) -> Base:
@@ -267,19 +296,23 @@ def fit(
 ) -> tuple[records.Trained, FitResult]:
     """Train what the adapter section says, from the newest complete checkpoint of a resumed run."""
     from gym_data import TokenStore
+    from gym_data.streaming.stream import RowStream
     from gym_trainer.adapters import attach
+    from gym_trainer.adapters.first_batches import first_batches
     from gym_trainer.exporting.adapter import trained_weights
     from gym_trainer.exporting.probe import probe_ids, probe_logits
     from gym_trainer.loop.fit import FitSettings
     from gym_trainer.loop.fit import fit as run_fit
     from gym_trainer.loop.interrupt import StopRequest
 
-    base_logits = probe_logits(model, probe_ids(base)) if spec.adapter.kind == "full" else None
-    attached = attach(model, spec.adapter, seed=spec.seed)
+    base_logits = probe_logits(model, probe_ids(base)) if is_whole_model(spec.adapter) else None
+    train_rows = objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train
+    first = None if isinstance(train_rows, RowStream) else partial(first_batches, train_rows, plan.device)
+    attached = attach(model, spec.adapter, seed=spec.seed, first_batches=first)
     for note in attached.notes:
         told.log("warning", note)
     told.say(f"training {attached.num_trained:,} of {attached.num_weights:,} weights")
-    initial = trained_weights(attached.model) if spec.adapter.kind != "full" else {}
+    initial = {} if is_whole_model(spec.adapter) else trained_weights(attached.model)
     stopping = "stopping after this step, with a checkpoint; once more to stop at once"
     with (
         StopRequest(lambda: told.say(stopping)) as stop,
@@ -290,7 +323,7 @@ def fit(
             spec,
             FitSettings.of(plan),
             objective,
-            train_rows=objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train,
+            train_rows=train_rows,
             eval_rows=objective.rows(prepared.eval) if prepared.eval is not None else None,
             run_path=run.path,
             events=told.events,
@@ -320,7 +353,7 @@ def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, tol
         told.events.artifact(kind, folder.relative_to(run.path).as_posix(), size_bytes(folder))
         told.say(f"wrote {folder}")
 
-    if spec.adapter.kind == "full":
+    if is_whole_model(spec.adapter):
         keep(
             "model",
             run.model_dir,

@@ -18,6 +18,7 @@ from gym_sdk.events import EventWriter
 from gym_sdk.spec import RunSpec, spec_from_data
 from gym_serve.models import load_model, resolve
 from gym_trainer.adapters import attach
+from gym_trainer.adapters.first_batches import first_batches
 from gym_trainer.exporting.adapter import save_adapter, trained_weights
 from gym_trainer.exporting.folder import Base, complete_or_absent
 from gym_trainer.exporting.merge import merge_adapter
@@ -36,6 +37,13 @@ KINDS = {
     "olora": {"init": "olora"},
     "pissa+dora+rslora": {"init": "pissa", "dora": True, "scaling": "rslora"},
     "head": {"targets": ["q_proj", "lm_head"]},
+    "eva": {"init": "eva"},
+    "lora+": {"lora_plus_factor": 4.0},
+    "saved norm": {"modules_to_save": ["norm"]},
+    "regular expression": {"targets": r".*layers\.1\..*(q|v)_proj"},
+    "oft": {"kind": "oft", "block_size": 8},
+    "vera": {"kind": "vera", "rank": 64},
+    "ia3": {"kind": "ia3"},
 }
 
 
@@ -56,7 +64,9 @@ class Fitted:
         self.model = load_model(self.base.resolved, dtype="float32")
         self.base_logits = probe_logits(self.model, probe_ids(self.base))
         prepared = prepare(self.spec.data, folder, cache_dir=tmp_path / "cache", seed=0)
-        self.trained = attach(self.model, self.spec.adapter, seed=0).model
+        rows = StoreRows(prepared.train)
+        attached = attach(self.model, self.spec.adapter, seed=0, first_batches=lambda: first_batches(rows, "cpu"))
+        self.trained = attached.model
         self.initial = trained_weights(self.trained)
         settings = FitSettings(
             device="cpu",
@@ -72,7 +82,7 @@ class Fitted:
                 self.spec,
                 settings,
                 SftObjective(),
-                train_rows=StoreRows(prepared.train),
+                train_rows=rows,
                 eval_rows=None,
                 run_path=tmp_path,
                 events=events,
@@ -95,7 +105,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reloaded_adapter_and_its_merge_say_what_training_left(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
-    fitted = Fitted(tiny_folder, tmp_path, {"kind": "lora", "rank": 4} | KINDS[kind])
+    adapter_values = KINDS[kind] if "kind" in KINDS[kind] else {"kind": "lora", "rank": 4} | KINDS[kind]
+    fitted = Fitted(tiny_folder, tmp_path, adapter_values)
     assert relative_distance(fitted.base_logits, fitted.logits) > 0.05
     ids = probe_ids(fitted.base)
     adapter = fitted.save(tmp_path / "adapter")

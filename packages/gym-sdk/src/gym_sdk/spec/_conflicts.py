@@ -22,6 +22,7 @@ def find_conflicts(spec: RunSpec) -> list[Conflict]:
     """Each conflict of a specification whose fields are valid by themselves."""
     return [
         *_weights(spec),
+        *_training(spec),
         *_rows(spec),
         *_hardware(spec),
         *find_method_conflicts(spec),
@@ -33,14 +34,21 @@ def _weights(spec: RunSpec) -> list[Conflict]:
     found: list[Conflict] = []
     model, adapter = spec.model, spec.adapter
     quantized = model.quantization != "none"
-    if adapter.kind == "full":
+    if adapter.kind in ("full", "freeze"):
         if quantized:
             found.append(
-                ("model.quantization", f"{model.quantization} weights are frozen, and adapter kind full trains them")
+                (
+                    "model.quantization",
+                    f"{model.quantization} weights are frozen, and adapter kind {adapter.kind} trains them",
+                )
             )
         if spec.output.merge:
-            found.append(("output.merge", "adapter kind full has no adapter to merge; the result is a whole model"))
+            found.append(
+                ("output.merge", f"adapter kind {adapter.kind} has no adapter to merge; the result is a whole model")
+            )
     if adapter.kind == "lora":
+        if adapter.init == "loftq" and model.quantization != "nf4":
+            found.append(("adapter.init", "loftq makes up for quantization to nf4; set model.quantization to nf4"))
         if quantized and adapter.init == "pissa":
             found.append(
                 (
@@ -48,10 +56,43 @@ def _weights(spec: RunSpec) -> list[Conflict]:
                     f"pissa decomposes weights in full precision, and model.quantization is {model.quantization}",
                 )
             )
+        if adapter.experts == "adapt":
+            given = [
+                name
+                for name, is_given in (
+                    ("init", adapter.init != "default"),
+                    ("dora", adapter.dora),
+                    ("dropout", adapter.dropout > 0),
+                )
+                if is_given
+            ]
+            found += [
+                (f"adapter.{name}", "does not work on fused experts, and adapter.experts is adapt") for name in given
+            ]
         if adapter.init_from is not None and adapter.init != "default":
             found.append(("adapter.init", f"{adapter.init} has no effect on an adapter that starts from init_from"))
     if model.revision is not None and (model.source.startswith("package:") or model.source.endswith(".gguf")):
         found.append(("model.revision", "only hub models have revisions, and model.source is a file"))
+    return found
+
+
+def _training(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
+    train = spec.train
+    if train.optimizer.startswith("schedule_free") and train.schedule != "constant":
+        found.append(("train.schedule", f"{train.optimizer} replaces the schedule; set train.schedule to constant"))
+    if train.optimizer in ("galore_adamw", "apollo_adamw") and spec.adapter.kind != "full":
+        found.append(
+            ("train.optimizer", f"{train.optimizer} projects the gradients of whole weights: adapter.kind=full")
+        )
+    if spec.adapter.kind == "lora" and spec.adapter.lora_plus_factor is not None and train.optimizer == "muon":
+        found.append(("adapter.lora_plus_factor", "muon scales every update by its matrix; LoRA+ has no meaning there"))
+    for name, is_given in (
+        ("early_stopping_patience", train.early_stopping_patience is not None),
+        ("keep", train.keep == "best"),
+    ):
+        if is_given and train.eval_every_steps is None:
+            found.append((f"train.{name}", "needs evaluations on the way: set train.eval_every_steps and data.eval"))
     return found
 
 

@@ -9,7 +9,20 @@ from pydantic import Field
 from gym_sdk.spec._base import FilePath, SpecModel
 
 
-class LoraAdapter(SpecModel):
+class _Adapter(SpecModel):
+    """What every adapter beside frozen weights has."""
+
+    targets: str | list[str] = "all-linear"
+    """The modules to adapt: `all-linear`, a list of name endings (`[q_proj, v_proj]`), or one regular expression."""
+
+    modules_to_save: list[str] = []
+    """Modules that are trained whole and saved with the adapter, by name endings, such as `[lm_head]`."""
+
+    init_from: Annotated[str, FilePath()] | None = None
+    """A folder with an adapter to start from, such as the SFT adapter before a preference run."""
+
+
+class LoraAdapter(_Adapter):
     """Low-rank updates beside frozen weights (LoRA, arXiv 2106.09685)."""
 
     kind: Literal["lora"] = "lora"
@@ -25,9 +38,11 @@ class LoraAdapter(SpecModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of adapter inputs zeroed in training. 0, because it costs speed and helps only on small data."""
 
-    init: Literal["default", "pissa", "olora"] = "default"
+    init: Literal["default", "pissa", "olora", "eva", "loftq"] = "default"
     """How A and B start: `default` leaves the model unchanged; `pissa` (arXiv 2404.02948) and `olora`
-    (arXiv 2406.01775) take the main directions of the weight."""
+    (arXiv 2406.01775) take the main directions of the weight; `eva` (arXiv 2410.07170) those of the layer's inputs on
+    the first rows, with more of the rank where they need it; `loftq` (arXiv 2310.08659) makes up for what quantization
+    to nf4 lost, and needs a CUDA device."""
 
     scaling: Literal["standard", "rslora"] = "standard"
     """alpha/rank, or alpha/sqrt(rank), which keeps high ranks learning (rsLoRA, arXiv 2312.03732)."""
@@ -36,11 +51,63 @@ class LoraAdapter(SpecModel):
     """Learn the magnitude of each output apart from its direction (DoRA, arXiv 2402.09353). Slower, often
     better at low rank."""
 
-    targets: str | list[str] = "all-linear"
-    """The modules to adapt: `all-linear`, a list of name endings (`[q_proj, v_proj]`), or one regular expression."""
+    lora_plus_factor: Annotated[float | None, Field(ge=1, examples=[16.0])] = None
+    """How many times the learning rate of A that of B is (LoRA+, arXiv 2402.12354); 16 is usual. The same when not
+    given."""
 
-    init_from: Annotated[str, FilePath()] | None = None
-    """A folder with an adapter to start from, such as the SFT adapter before a preference run."""
+    experts: Literal["frozen", "adapt"] = "frozen"
+    """What happens to the fused expert weights of a mixture of experts, which are no linear layers: `frozen`, or
+    `adapt`, an update of this rank for each expert. Experts that are linear layers follow `targets`."""
+
+
+class OftAdapter(_Adapter):
+    """Rotations of each layer's inputs (orthogonal fine-tuning, OFTv2, arXiv 2506.19847)."""
+
+    kind: Literal["oft"] = "oft"
+    """Orthogonal fine-tuning: lengths and angles between neurons stay."""
+
+    block_size: Annotated[int, Field(ge=2)] = 32
+    """The size of each rotated block of inputs, which it must divide."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of blocks left unrotated in training."""
+
+
+class VeraAdapter(_Adapter):
+    """Two trained vectors a layer around random matrices that all layers share (VeRA, arXiv 2310.11454)."""
+
+    kind: Literal["vera"] = "vera"
+    """Vector-based random matrix adaptation: the smallest files."""
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 256
+    """The inner dimension of the shared matrices; it costs little, and is far larger than LoRA's."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of adapter inputs zeroed in training."""
+
+
+class Ia3Adapter(_Adapter):
+    """A trained factor for each output of keys, values and feed-forward layers (IA3, arXiv 2205.05638)."""
+
+    kind: Literal["ia3"] = "ia3"
+    """Rescaled activations."""
+
+    feedforward: list[str] = ["down_proj", "fc2", "c_proj", "dense_4h_to_h"]
+    """Name endings of layers whose inputs are rescaled instead of their outputs. Those that are no target do not
+    count."""
+
+
+class FreezeAdapter(SpecModel):
+    """No adapter: the last decoder layers are trained, and everything before them is frozen."""
+
+    kind: Literal["freeze"] = "freeze"
+    """Training of the last layers; the result is a whole model."""
+
+    num_layers: Annotated[int, Field(ge=1)] = 2
+    """How many of the last decoder layers are trained."""
+
+    modules_to_save: list[str] = []
+    """Modules that are trained beside them, by name endings, such as `[norm, lm_head]`."""
 
 
 class FullAdapter(SpecModel):
@@ -50,4 +117,11 @@ class FullAdapter(SpecModel):
     """Full fine-tuning."""
 
 
-AdapterSpec = Annotated[LoraAdapter | FullAdapter, Field(discriminator="kind")]
+AdapterSpec = Annotated[
+    LoraAdapter | OftAdapter | VeraAdapter | Ia3Adapter | FreezeAdapter | FullAdapter, Field(discriminator="kind")
+]
+
+
+def is_whole_model(adapter: AdapterSpec) -> bool:
+    """Whether the model's own weights are trained, so that the result is a model instead of an adapter."""
+    return adapter.kind in ("full", "freeze")

@@ -18,5 +18,10 @@ class OutputSpec(SpecModel):
     merge: bool = False
     """Also write the base model with the adapter merged in."""
 
+    mirror: Annotated[str, Field(min_length=1)] | None = None
+    """A second place that every checkpoint is copied to, for machines that may vanish: a folder (a mounted drive), or a
+    URL that fsspec knows (`s3://bucket/runs`, `hf://user/repo`). `gym train --resume` also takes the run's folder
+    there."""
+
     report_to: list[str] = []
     """Trackers beside events.jsonl, by transformers' names: tensorboard, wandb, mlflow, trackio."""

@@ -54,7 +54,7 @@ class AdapterInfo:
     @cached_property
     def modules(self) -> frozenset[str]:
         """The names, in the base model, of the modules that the weights belong to."""
-        return frozenset(_module_of(key) for key in self.shapes)
+        return frozenset(_module_of(key) for key in self.shapes if key.startswith(_PREFIX))
 
 
 def inspect_adapter(folder: Path | str) -> AdapterInfo:
@@ -129,6 +129,8 @@ def check_fits(info: AdapterInfo, model: nn.Module) -> None:
             hint=nearest(missing[0], modules) or "serve it on the base model that it was trained on",
         )
     for key, shape in info.shapes.items():
+        if not key.startswith(_PREFIX):
+            continue  # VeRA's random matrices, which all modules share
         module = modules[_module_of(key)]
         width, axis, what = _expected_width(key, module)
         if width is not None and shape[axis] != width:
@@ -152,7 +154,8 @@ def _module_of(key: str) -> str:
     parts = key.removeprefix(_PREFIX).split(".")
     for i, part in enumerate(parts):
         if part.startswith(("lora_", "ia3_", "oft_", "vera_")):
-            return ".".join(parts[:i])
+            # peft wraps a module once for each of its adapted parameters, such as the fused weights of experts
+            return ".".join(parts[:i]).removesuffix(".base_layer")
     return ".".join(parts[:-1])
 
 

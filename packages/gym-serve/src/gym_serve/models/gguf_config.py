@@ -132,12 +132,12 @@ def _llama3_rope(theta: float, head_dim: int, factors: np.ndarray, path: Path) -
     for factor in (8.0, 32.0):
         scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         scaling["original_max_position_embeddings"] = 8192
-        if np.allclose(_llama3_factors(theta, head_dim, scaling), factors, rtol=1e-5):
+        if np.allclose(llama3_factors(theta, head_dim, scaling), factors, rtol=1e-5):
             return {"rope_type": "llama3", "rope_theta": theta, **scaling}
     raise ModelError(f"{path} has rotary factors that are not Llama 3's", hint="use the model it was made from")
 
 
-def _llama3_factors(theta: float, head_dim: int, scaling: Mapping[str, float]) -> np.ndarray:
+def llama3_factors(theta: float, head_dim: int, scaling: Mapping[str, float]) -> np.ndarray:
     """How much longer each wavelength becomes: 1 if short, `factor` if long, blended between (meta-llama)."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]

@@ -2,7 +2,7 @@
 
 A GGUF file holds the vocabulary, the merges and a name for the way text is cut before merging (`tokenizer.ggml.pre`).
 The name stands for regular expressions that live in llama.cpp (`llama-vocab.cpp`) and in each model's own
-`tokenizer.json`; `_PRE_TOKENIZERS` has those of the names below. A file with another name is refused: a nearly right
+`tokenizer.json`; `PRE_TOKENIZERS` has those of the names below. A file with another name is refused: a nearly right
 pre-tokenizer gives nearly right ids, which nobody notices.
 """
 
@@ -31,10 +31,15 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PreTokenizer:
+class PreTokenizer:
     """How text is cut before merging."""
 
     regex: str | None = None
@@ -50,14 +55,16 @@ class _PreTokenizer:
     """Normalise to Unicode NFC first."""
 
 
-_PRE_TOKENIZERS = {
-    "gpt-2": _PreTokenizer(),
-    "smollm": _PreTokenizer(single_digits=True),
-    "starcoder": _PreTokenizer(single_digits=True),
-    "llama-bpe": _PreTokenizer(regex=_LLAMA3, whole_words=True),
-    "qwen2": _PreTokenizer(regex=_QWEN2, compose=True),
-    "deepseek-r1-qwen": _PreTokenizer(regex=_QWEN2, compose=True),
-    "tekken": _PreTokenizer(regex=_TEKKEN, whole_words=True),
+PRE_TOKENIZERS = {
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(single_digits=True),
+    "starcoder": PreTokenizer(single_digits=True),
+    "llama-bpe": PreTokenizer(regex=_LLAMA3, whole_words=True),
+    "qwen2": PreTokenizer(regex=_QWEN2, compose=True),
+    "deepseek-r1-qwen": PreTokenizer(regex=_QWEN2, compose=True),
+    "dbrx": PreTokenizer(regex=_LLAMA3),
+    "gpt-4o": PreTokenizer(regex=_O200K),
+    "tekken": PreTokenizer(regex=_TEKKEN, whole_words=True),
 }
 
 
@@ -91,13 +98,13 @@ def build_tokenizer(metadata: Mapping[str, Any], path: Path) -> GgufTokenizer:
 
     family = metadata.get("tokenizer.ggml.model")
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if family != "gpt2" or name not in _PRE_TOKENIZERS:
+    if family != "gpt2" or name not in PRE_TOKENIZERS:
         raise ModelError(
             f"{path} has a tokenizer of kind {family}/{name}, which cannot be rebuilt exactly",
-            hint=f"known: gpt2/{{{', '.join(_PRE_TOKENIZERS)}}}; use the model that the file was made from "
+            hint=f"known: gpt2/{{{', '.join(PRE_TOKENIZERS)}}}; use the model that the file was made from "
             "(a hub id, or a folder in Hugging Face layout)",
         )
-    cut = _PRE_TOKENIZERS[name]
+    cut = PRE_TOKENIZERS[name]
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(

@@ -83,7 +83,20 @@ def load_model(
             f"{resolved.source} lacks {len(missing)} weights, such as {missing[0]}",
             hint="the folder is incomplete, or its config.json belongs to another model",
         )
+    if quantization == "nf4" and device.type == "cpu":
+        _keep_differentiable(model)
     return model.eval()
+
+
+def _keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights in the first evaluation on a processor with AVX-512 BF16.
+
+    The packed form has no gradient for its input, so that a model evaluated before it is trained would learn in its
+    last layers only, without a word; it also fails for layers whose sizes are not multiples of 32 and 64.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`gym export`: a run's adapter and its base as one model that plain transformers loads."""
+"""`gym export`: a run's result in another form: one merged model folder, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,18 +8,32 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from gym_sdk.cli import console
+from gym_sdk.errors import UserError
 
 
 def export(
     run: Annotated[Path, Parameter(help="A run's folder.")],
     *,
-    merge: Annotated[Path, Parameter(help="The folder to write the merged model to; new or empty.")],
+    merge: Annotated[Path | None, Parameter(help="The folder to write the merged model to; new or empty.")] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], Parameter(help="The precision that weights are stored in.")
+        Literal["float32", "bfloat16"], Parameter(help="The precision of the merged folder's weights.")
     ] = "float32",
+    gguf: Annotated[Path | None, Parameter(help="The GGUF file to write, for llama.cpp, Ollama and LM Studio.")] = None,
+    quant: Annotated[
+        Literal["f32", "f16", "q8_0"], Parameter(help="How the GGUF file's matrices are stored.")
+    ] = "q8_0",
     json: Annotated[bool, Parameter(negative="", help="For scripts.")] = False,
 ) -> int:
-    """Merge a run's adapter into its base. The result is shown to say what the adapter said, or refused."""
+    """Write a run's result in another form. It is shown to say what the run's own says, or refused."""
+    if (merge is None) == (gguf is None):
+        raise UserError("name what to write", hint="gym export RUN --merge FOLDER, or gym export RUN --gguf FILE")
+    if merge is not None:
+        return _merged(run, merge, dtype, json)
+    assert gguf is not None
+    return _gguf(run, gguf, quant, json)
+
+
+def _merged(run: Path, merge: Path, dtype: Literal["float32", "bfloat16"], json: bool) -> int:
     from gym_trainer.exporting.export import export_merged
 
     done = export_merged(run, merge, dtype=dtype)
@@ -40,4 +54,33 @@ def export(
     )
     console.err(f"wrote {console.format_size(done.size_bytes)}, {dtype}")
     console.out(str(merge))
+    return 0
+
+
+def _gguf(run: Path, gguf: Path, quant: Literal["f32", "f16", "q8_0"], json: bool) -> int:
+    from gym_trainer.exporting.export import export_gguf
+
+    done = export_gguf(run, gguf, quant=quant)
+    if json:
+        console.out_json(
+            {
+                "path": str(gguf),
+                "quant": quant,
+                "size_bytes": done.file.size_bytes,
+                "num_tensors": done.file.num_tensors,
+                "largest_error": done.file.largest_error,
+                "modelfile": str(done.modelfile),
+                "modelfile_has_template": done.has_template,
+            }
+        )
+        return 0
+    console.err(
+        f"{done.file.num_tensors} tensors, read back: at most {done.file.largest_error:.1e} of a tensor's largest "
+        "weight off"
+    )
+    if not done.has_template:
+        console.warn("the chat template cannot be written in Ollama's language: Ollama will guess one")
+    console.err(f"wrote {console.format_size(done.file.size_bytes)}, {quant}")
+    console.err(f"in Ollama: ollama create {run.name} -f {done.modelfile}")
+    console.out(str(gguf))
     return 0

@@ -18,7 +18,9 @@ PAUSED_EXIT_CODE = 130
 def train(
     spec: Annotated[Path | None, Parameter(help="The specification, a YAML or JSON file.")] = None,
     *overrides: Annotated[str, Parameter(help="Values to change, such as train.learning_rate=1e-4.")],
-    resume: Annotated[Path | None, Parameter(help="A run's folder, to go on with instead.")] = None,
+    resume: Annotated[
+        str | None, Parameter(help="A run's folder, or its URL in an output.mirror, to go on with instead.")
+    ] = None,
     quiet: Annotated[bool, Parameter(negative="", help="Nothing on standard error but warnings and errors.")] = False,
 ) -> int:
     """Fine-tune a model. Prints the run's folder when it is done; everything else goes to standard error."""

@@ -9,6 +9,7 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError, Where
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import EvaluationSpec, RunSpec
+from gym_sdk.spec.adapter import is_whole_model
 from gym_trainer.evaluation.json_fields import JsonFieldsResult
 from gym_trainer.evaluation.run import load_tasks, run_tasks
 from gym_trainer.exporting.export import base_of, open_finished
@@ -53,7 +54,7 @@ def load_result(run: RunDir, spec: RunSpec, base: Base) -> Any:
 
     dtype = spec.model.dtype
     device = detect(spec.performance.device).kind
-    if run.model_dir.is_dir() and spec.adapter.kind == "full":
+    if run.model_dir.is_dir() and is_whole_model(spec.adapter):
         resolved = replace(base.resolved, source=str(run.model_dir), folder=run.model_dir, known_content_id=None)
         return load_model(resolved, dtype=dtype, device=device)
     if not run.adapter_dir.is_dir():

@@ -42,9 +42,11 @@ def save_adapter(
         config.base_model_name_or_path = resolved.source if resolved.kind == "hub" else str(resolved.folder)
         config.revision = resolved.revision
         start = config.init_lora_weights if config.peft_type == "LORA" else True
-        if isinstance(start, str):
+        if start in ("pissa", "olora"):
             _save_against_untouched_base(model, staged, initial)
         else:
+            if start == "eva":
+                config.init_lora_weights = True  # it left the base as it was: the weights say everything
             # An adapted output head does not change the embeddings, which peft would add as a second copy.
             model.save_pretrained(str(staged), safe_serialization=True, save_embedding_layers=False)
         (staged / "README.md").unlink(missing_ok=True)

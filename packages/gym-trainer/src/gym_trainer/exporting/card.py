@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from gym_trainer.records import write_text
+from gym_sdk.rundir import RunDir
+from gym_trainer.records import read_json, write_text
 from gym_trainer.report import words
 from gym_trainer.report.markdown import evaluation_lines, table
 
@@ -27,6 +28,11 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```"""
 
 
+_USE_GGUF = """```
+llama-server -m {0} --jinja
+```"""
+
+
 def write_card(folder: Path, facts: dict[str, Any]) -> Path:
     """Write README.md into an artifact's folder."""
     path = folder / "README.md"
@@ -34,12 +40,18 @@ def write_card(folder: Path, facts: dict[str, Any]) -> Path:
     return path
 
 
-def render_card(facts: dict[str, Any], *, is_adapter: bool) -> str:
+def write_card_file(path: Path, run: RunDir, *, gguf: str) -> Path:
+    """The card of a GGUF file, beside it."""
+    write_text(path, render_card(read_json(run.report_path("json")), is_adapter=False, gguf=gguf))
+    return path
+
+
+def render_card(facts: dict[str, Any], *, is_adapter: bool, gguf: str | None = None) -> str:
     """The card as Markdown with the front matter that hubs read."""
     spec = facts["spec"]
     source = without_path(spec["model"]["source"])
     head: dict[str, Any] = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": "gguf" if gguf else "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["gym", spec["method"]["kind"], spec["adapter"]["kind"]],
     }
@@ -50,7 +62,7 @@ def render_card(facts: dict[str, Any], *, is_adapter: bool) -> str:
     lines += [f"{kind} `{source}`, trained by Gym with {spec['method']['kind']}.", ""]
     for task in facts["evaluation"]:
         lines += [*evaluation_lines(task), ""]
-    lines += ["## Use", "", _USE_ADAPTER if is_adapter else _USE_MODEL, ""]
+    lines += ["## Use", "", _USE_GGUF.format(gguf) if gguf else _USE_ADAPTER if is_adapter else _USE_MODEL, ""]
     lines += ["The chat template and the ids that end an answer are those of training.", ""]
     lines += ["## Training", "", *table(("", ""), words.run_rows(facts)), ""]
     if facts["training"]:

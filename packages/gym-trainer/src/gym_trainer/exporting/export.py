@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gym_sdk.cli import console
 from gym_sdk.errors import UserError, Where
@@ -13,6 +15,9 @@ from gym_trainer.exporting.folder import Base, size_bytes
 from gym_trainer.exporting.merge import MergeCheck, MergeDtype, merge_adapter
 from gym_trainer.records import artifact_metadata
 from gym_trainer.run import require_torch
+
+if TYPE_CHECKING:
+    from gym_trainer.exporting.gguf.write import GgufFile, Quant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,53 @@ def export_merged(path: Path, out: Path, *, dtype: MergeDtype) -> Exported:
     base = base_of(spec)
     check = merge_adapter(base, run.adapter_dir, out, dtype=dtype, metadata=artifact_metadata(spec, run))
     return Exported(check=check, size_bytes=size_bytes(out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedGguf:
+    """What was written."""
+
+    file: GgufFile
+    modelfile: Path
+    has_template: bool
+    """Whether the Modelfile has the template of training; Ollama guesses one otherwise."""
+
+
+def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
+    """A run's result as a GGUF file, with an Ollama Modelfile and a card beside it. An adapter is merged first.
+
+    Raises:
+        UserError: no such run, no result in it, or an adapter that changes nothing.
+        ModelError: an architecture or tokenizer that readers of GGUF would not compute exactly.
+        OutputInUse: `out` exists.
+    """
+    require_torch("writing a GGUF file")
+    from gym_trainer.exporting.card import write_card_file
+    from gym_trainer.exporting.gguf.families import family_of
+    from gym_trainer.exporting.gguf.write import require_free, write_gguf
+    from gym_trainer.exporting.ollama import write_modelfile
+
+    run, spec = open_finished(path)
+    require_free(out)
+    base = base_of(spec)
+    family_of(base.config())  # before a merge of minutes
+    if run.adapter_dir.is_dir():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged-", dir=out.parent) as scratch:
+            merged = Path(scratch) / "model"
+            merge_adapter(base, run.adapter_dir, merged, dtype="float32", metadata=artifact_metadata(spec, run))
+            artifact = base.with_tokenizer_of(merged)
+            file = write_gguf(merged, out, artifact, quant=quant, name=spec.name)
+    elif run.model_dir.is_dir():
+        artifact = base.with_tokenizer_of(run.model_dir)
+        file = write_gguf(run.model_dir, out, artifact, quant=quant, name=spec.name)
+    else:
+        raise UserError("this run has no result to export", where=Where(file=str(run.path)), hint=run.state().value)
+    modelfile = out.with_suffix(".Modelfile")
+    has_template = write_modelfile(modelfile, out, artifact)
+    if run.report_path("json").is_file():
+        write_card_file(out.with_suffix(".md"), run, gguf=out.name)
+    return ExportedGguf(file=file, modelfile=modelfile, has_template=has_template)
 
 
 def open_finished(path: Path) -> tuple[RunDir, RunSpec]:

@@ -47,6 +47,17 @@ class Base:
         tokenizer = Tokenizer.from_folder(resolved.folder)
         return cls(resolved=resolved, tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
 
+    def with_tokenizer_of(self, folder: Path) -> Base:
+        """The same base under an artifact's own tokenizer and template, which may differ from the base's."""
+        tokenizer = Tokenizer.from_folder(folder)
+        return Base(resolved=self.resolved, tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
+
+    def config(self) -> Any:
+        """The base's transformers configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.resolved.folder)
+
     @property
     def template_sha256(self) -> str | None:
         """The digest of the chat template that training used."""

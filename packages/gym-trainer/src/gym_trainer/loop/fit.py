@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArguments
 
 from gym_data.streaming.stream import RowStream
 from gym_sdk.cli.console import Progress
@@ -29,6 +29,8 @@ from gym_trainer.loop.dataset import StepDataset, StreamSteps
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.loop.interrupt import StopRequest
 from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
+from gym_trainer.loop.mirror import MirrorCallback, open_mirror
+from gym_trainer.loop.optimizers import optimizer_arguments, optimizer_builder, schedule_arguments
 from gym_trainer.loop.step import StepRunner
 from gym_trainer.loop.trainer import GymTrainer
 from gym_trainer.objectives.base import Objective, Start
@@ -36,7 +38,6 @@ from gym_trainer.objectives.base import Objective, Start
 if TYPE_CHECKING:
     from gym_trainer.planning import Plan
 
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 _CHECKPOINTS_PER_RUN = 10
 
 
@@ -114,6 +115,9 @@ def fit(
     stop = stop or StopRequest()
     num_rows = None if isinstance(train_rows, RowStream) else len(train_rows)
     args = training_arguments(spec, settings, num_rows, checkpoints_dir, has_eval=eval_rows is not None)
+    mirror = open_mirror(spec.output.mirror, run_path.name) if spec.output.mirror is not None else None
+    if resume and mirror is not None and (pulled := mirror.pull_newer(checkpoints_dir)) is not None:
+        events.log("info", f"{pulled.name} was fetched from output.mirror")
     start = _start_from(checkpoints_dir, events) if resume else None
     layout = _layout(model, settings, events)
 
@@ -166,8 +170,13 @@ def fit(
             keep_checkpoints=spec.train.keep_checkpoints,
             meter=meter,
             loss_chunk_size=settings.loss_chunk_size,
+            build_optimizer=optimizer_builder(spec.train, spec.adapter),
             callbacks=[EventCallback(events, run_path, progress), StopCallback(stop)],
         )
+        if mirror is not None:
+            trainer.add_callback(MirrorCallback(mirror, run_path, events))
+        if spec.train.early_stopping_patience is not None:
+            trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=spec.train.early_stopping_patience))
         # It prints every log line as a dict to standard output, which is for data.
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(start) if start else None)
@@ -175,6 +184,7 @@ def fit(
         paused = stop.requested and trainer.state.global_step < trainer.state.max_steps
         if eval_rows is not None and not paused:
             metrics = trainer.evaluate()
+        trainer.use_weights_of_training(False)
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     return FitResult(
         num_steps=trainer.state.global_step,
@@ -223,12 +233,8 @@ def training_arguments(
         output_dir=str(checkpoints_dir),
         num_train_epochs=train.epochs,
         max_steps=total,
-        learning_rate=train.learning_rate,
-        lr_scheduler_type=_SCHEDULES[train.schedule],
-        warmup_steps=math.ceil(train.warmup_ratio * total),
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        optim="adamw_torch_fused",
+        **optimizer_arguments(train),
+        **schedule_arguments(train, total),
         seed=spec.seed,
         use_cpu=settings.device == "cpu",
         bf16=on_cuda and settings.dtype == torch.bfloat16,
@@ -236,9 +242,13 @@ def training_arguments(
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="steps",
-        save_steps=every,
         # A stream is put back to its place by us; Trainer would read and drop every row before it.
         ignore_data_skip=num_rows is None,
+        # the best evaluation's weights must be on disk
+        save_steps=train.eval_every_steps if train.keep == "best" else every,
+        load_best_model_at_end=train.keep == "best",
+        greater_is_better=False,
+        restore_callback_states_from_checkpoint=train.early_stopping_patience is not None,
         eval_strategy="steps" if has_eval and train.eval_every_steps else "no",
         eval_steps=train.eval_every_steps,
         metric_for_best_model="loss" if has_eval and train.eval_every_steps else None,

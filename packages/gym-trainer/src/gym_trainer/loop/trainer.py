@@ -11,6 +11,7 @@ the format of optimizer and random states. What differs:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class GymTrainer(Trainer):
         keep_checkpoints: int = 2,
         meter: StepMeter | None = None,
         loss_chunk_size: int | None = None,
+        build_optimizer: Callable[[nn.Module, TrainingArguments], torch.optim.Optimizer] | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         """`args.output_dir` is the folder of the checkpoints."""
@@ -58,6 +60,7 @@ class GymTrainer(Trainer):
         self.meter = meter or StepMeter()
         self.eval_batch_size = eval_batch_size
         self.loss_chunk_size = loss_chunk_size
+        self._build_optimizer = build_optimizer
         self._staging_dir = Path(args.output_dir) / checkpoint.STAGING_NAME
         self._forward_model: ForwardModel | None = None
         super().__init__(
@@ -88,11 +91,26 @@ class GymTrainer(Trainer):
         """Counted by the meter, which knows of packing and frozen weights."""
         return 0
 
+    # Optimizer
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Trainer's own by name, or the one that it has no name for."""
+        if self.optimizer is None and self._build_optimizer is not None:
+            self.optimizer = self._build_optimizer(self.model if model is None else model, self.args)
+        return super().create_optimizer(model)
+
+    def use_weights_of_training(self, training: bool) -> None:
+        """Schedule-free optimizers train at other weights than those that they have found; others do nothing."""
+        switch = getattr(self.optimizer, "train" if training else "eval", None)
+        if callable(switch):
+            switch()
+
     # Steps
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The gradients of one whole step."""
         model.train()
+        self.use_weights_of_training(True)
         step: StepBatch = inputs
         self.meter.start()
         result = self.runner.run(
@@ -148,6 +166,7 @@ class GymTrainer(Trainer):
         rows: RowSource = eval_dataset if eval_dataset is not None else self.eval_dataset
         was_training = self.model.training
         self.model.eval()
+        self.use_weights_of_training(False)
         dataset = StepDataset(
             rows,
             batch_size=self.eval_batch_size,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gym_sdk.spec.adapter import LoraAdapter
+from gym_sdk.spec.adapter import AdapterSpec, FreezeAdapter, FullAdapter, LoraAdapter
 from gym_trainer.adapters import attach
 from gym_trainer.fast.apply import FastPath, applied
 from gym_trainer.fast.head import HeadNotLinear, parts
@@ -145,12 +145,24 @@ _MOST_SIMULATIONS = 4
 
 def _build(spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, num_layers: int) -> nn.Module:
     model = meta_model(shortened(config, num_layers), dtype)
-    adapter = spec.adapter
-    if isinstance(adapter, LoraAdapter):
-        adapter = adapter.model_copy(update={"init": "default", "init_from": None})
+    adapter = _simulated(spec.adapter)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own deprecations, for models that never run
         return attach(model, adapter, seed=0).model.train()  # type: ignore[arg-type]  # a PreTrainedModel on meta
+
+
+def _simulated(adapter: AdapterSpec) -> AdapterSpec:
+    """An adapter of the same shapes that needs no data to start, and whose layers exist without bytes.
+
+    The adapters of peft that rotate and rescale are simulated as LoRA of rank 16 on the same layers: their memory lies
+    in the layers' inputs, which all of them keep, and not in their own few weights. Frozen first layers are simulated
+    as trained; `Estimator.static` takes their gradients and optimizer states off again.
+    """
+    if isinstance(adapter, LoraAdapter):
+        return adapter.model_copy(update={"init": "default", "init_from": None})
+    if isinstance(adapter, FreezeAdapter | FullAdapter):
+        return FullAdapter()
+    return LoraAdapter(targets=adapter.targets, modules_to_save=adapter.modules_to_save)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +183,8 @@ class Estimator:
         """Weights, gradients and optimizer states of the whole model."""
         short, long = self.simulations.models
         memory = static_memory(short, long, self.simulations.num_extra)
+        if isinstance(self.spec.adapter, FreezeAdapter):
+            memory = self._last_layers_only(memory, self.spec.adapter.num_layers)
         return dataclasses.replace(
             memory, frozen_weights=memory.frozen_weights - self.simulations.extrapolated(self._saved_by_quantization)
         )
@@ -180,6 +194,19 @@ class Estimator:
         return (
             self.simulations.extrapolated(lambda model: sum(p.numel() for p in model.parameters())),
             self.simulations.extrapolated(lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        )
+
+    def _last_layers_only(self, memory: StaticMemory, num_trained: int) -> StaticMemory:
+        """Of a model that was simulated as trained whole."""
+        short, long = self.simulations.lengths
+        first, second = (sum(p.nbytes for p in model.parameters()) for model in self.simulations.models)
+        per_layer = (second - first) // (long - short) if long > short else first // short
+        trained = min(num_trained, self.num_layers) * per_layer
+        return StaticMemory(
+            frozen_weights=memory.frozen_weights + memory.trained_weights - trained,
+            trained_weights=trained,
+            gradients=trained,
+            optimizer=2 * trained,
         )
 
     def _saved_by_quantization(self, model: nn.Module) -> float:

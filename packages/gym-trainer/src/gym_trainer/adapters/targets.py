@@ -1,0 +1,78 @@
+"""Which layers an adapter goes beside."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from gym_sdk.errors import ModelError
+from gym_serve.models.load import SCORE_HEAD
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Module]:
+    """The linear layers that `adapter.targets` names, by name.
+
+    Raises:
+        ModelError: a target that matches nothing, with the names there are.
+    """
+    linear = linear_layers(model)
+    if targets == "all-linear":
+        head = model.get_output_embeddings() or getattr(model, SCORE_HEAD, None)
+        refused = refused_by_peft(model)
+        return {
+            name: module
+            for name, module in linear.items()
+            if module is not head and name.rpartition(".")[2] not in refused
+        }
+    endings = sorted({name.rpartition(".")[2] for name in linear})
+    hint = f"this model's linear layers end in {', '.join(endings)}"
+    if isinstance(targets, list):
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in linear):
+                raise ModelError(f"adapter.targets: {target} matches no linear layer", hint=hint)
+        return {n: m for n, m in linear.items() if any(n == t or n.endswith(f".{t}") for t in targets)}
+    try:
+        found = {name: module for name, module in linear.items() if re.fullmatch(targets, name)}
+    except re.error as error:
+        raise ModelError(f"adapter.targets is not a regular expression: {error}", hint=hint) from None
+    if not found:
+        raise ModelError(f"adapter.targets: no linear layer's full name matches {targets}", hint=hint)
+    return found
+
+
+def refused_by_peft(model: PreTrainedModel) -> set[str]:
+    """Names that peft refuses in this model. Mamba's fused kernels read the weights of these layers themselves, so that
+    an update beside them would never be computed (peft issue 2391)."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
+
+    refused: set[str] = set()
+    for name in {name.rpartition(".")[2] for name in linear_layers(model)}:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, name)
+        except ValueError:
+            refused.add(name)
+    return refused
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """All linear layers, also quantized ones and GPT-2's transposed ones. `all-linear` leaves the output head out."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def size_of(layer: nn.Module) -> tuple[int, int]:
+    if hasattr(layer, "in_features"):
+        return int(layer.in_features), int(layer.out_features)
+    return int(layer.weight.shape[0]), int(layer.weight.shape[1])
+
+
+def narrower(layers: dict[str, nn.Module], rank: int) -> list[str]:
+    """Layers that an update of this rank could only overfill, such as a projection to a few gates."""
+    return [name for name, layer in layers.items() if min(size_of(layer)) < rank]

@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp, Ollama and LM Studio read them."""

@@ -1,0 +1,124 @@
+"""Guards the architecture matrix: distinct classes, one process each, kept results, and a handful of real rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gym_trainer.cli.matrix import matrix
+from gym_trainer.matrix import runner
+from gym_trainer.matrix.architectures import Architecture, all_architectures
+from gym_trainer.matrix.checks import CHECKS, Row, check_architecture
+from gym_trainer.matrix.page import render
+from gym_trainer.matrix.runner import run_matrix
+
+QUICK = ["llama", "qwen3_moe", "gpt2", "mamba"]
+"""A dense model, fused experts, transposed linear layers, and one that cannot keep documents apart."""
+
+
+@pytest.fixture(scope="module")
+def architectures() -> dict[str, Architecture]:
+    return {architecture.model_type: architecture for architecture in all_architectures()}
+
+
+def test_each_class_is_listed_once_under_its_own_name(architectures: dict[str, Architecture]) -> None:
+    classes = [architecture.class_name for architecture in architectures.values()]
+    assert len(classes) == len(set(classes))
+    assert architectures["llama"].aliases == ("exaone", "internlm3", "iquestcoder") or architectures["llama"].aliases
+    assert architectures["bart"].group == "encoder-decoder"
+    assert architectures["bert"].group == "encoder"
+    assert architectures["gemma3"].group == "multimodal"
+    assert architectures["gemma3_text"].group == "decoder"
+    decoders = [a for a in architectures.values() if a.group == "decoder"]
+    assert len(decoders) >= 120
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_these_families_pass_everything_that_applies(model_type: str, architectures: dict[str, Architecture]) -> None:
+    row = check_architecture(architectures[model_type])
+    failed = {name: outcome.note for name, outcome in row.checks.items() if outcome.status == "fail"}
+    assert failed == {}
+    assert row.passed
+    assert row.checks["packing"].status == ("unpacked" if model_type == "mamba" else "pass")
+    assert row.checks["experts"].status == ("pass" if model_type == "qwen3_moe" else "not applicable")
+
+
+def _die(architecture: Architecture, result: Path, log: Path, memory_bytes: int) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_is_a_row_and_the_others_go_on(
+    architectures: dict[str, Architecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_child", _die)
+    rows = run_matrix([architectures["llama"], architectures["gpt2"]], tmp_path, timeout_s=60)
+    assert [row.passed for row in rows] == [False, False]
+    assert {outcome.note for outcome in rows[0].checks.values()} == {"the process was ended by SIGSEGV"}
+
+
+def test_kept_results_are_used_and_failed_ones_are_made_again_when_asked(
+    architectures: dict[str, Architecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, bool]] = []
+
+    def note(row: Row, is_new: bool) -> None:
+        made.append((row.model_type, is_new))
+
+    monkeypatch.setattr(runner, "run_child", _pretend)
+    chosen = [architectures["llama"], architectures["gpt2"]]
+    run_matrix(chosen, tmp_path, on_row=note)
+    run_matrix(chosen, tmp_path, on_row=note)
+    run_matrix(chosen, tmp_path, on_row=note, again=lambda row: row.model_type == "gpt2")
+    assert made == [
+        *[("llama", True), ("gpt2", True)],
+        *[("llama", False), ("gpt2", False)],
+        *[("llama", False), ("gpt2", True)],
+    ]
+
+
+def _pretend(architecture: Architecture, result: Path, log: Path, memory_bytes: int) -> None:
+    from dataclasses import asdict
+
+    from gym_trainer.matrix.checks import Outcome
+    from gym_trainer.matrix.child import versions
+    from gym_trainer.records import write_json
+
+    row = Row(
+        model_type=architecture.model_type,
+        class_name=architecture.class_name,
+        group=architecture.group,
+        aliases=architecture.aliases,
+        checks=dict.fromkeys(CHECKS, Outcome(status="pass")),
+    )
+    write_json(result, {"versions": versions(), "row": asdict(row)})
+
+
+def test_the_page_counts_what_passed(architectures: dict[str, Architecture]) -> None:
+    from gym_trainer.matrix.checks import Outcome
+
+    def row(name: str, status: str) -> Row:
+        architecture = architectures[name]
+        outcome = Outcome(status=status, note="a | b" if status == "fail" else "")  # pyright: ignore[reportArgumentType]
+        return Row(
+            model_type=name,
+            class_name=architecture.class_name,
+            group=architecture.group,
+            aliases=architecture.aliases,
+            checks=dict.fromkeys(CHECKS, outcome),
+        )
+
+    page = render([row("llama", "pass"), row("gpt2", "fail"), row("bert", "pass")], {"transformers": "5"})
+    assert "1 of 2 decoder classes pass" in page
+    assert "a \\| b" in page
+
+
+@pytest.mark.matrix
+def test_the_whole_matrix(tmp_path: Path) -> None:
+    """Half an hour on two cores."""
+    assert matrix(jobs=2, results=tmp_path / "results", page=tmp_path / "models.md") == 0
+    head = (tmp_path / "models.md").read_text().split(" decoder classes pass")[0]
+    passed = int(head.rpartition(". ")[2].split(" of ")[0])
+    assert passed >= 120
