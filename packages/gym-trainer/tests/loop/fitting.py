@@ -50,6 +50,7 @@ def fit_tiny(
     resume: bool = False,
     packed: bool = True,
     store: TinyStore | None = None,
+    eval_rows: StoreRows | None = None,
     **options: Any,
 ) -> FitResult:
     """One fit in this process, on one thread: sums are added in the same order in every process."""
@@ -73,7 +74,7 @@ def fit_tiny(
                 settings,
                 SftObjective(),
                 train_rows=StoreRows(store or tiny_store(48)),
-                eval_rows=None,
+                eval_rows=eval_rows,
                 run_path=run_path,
                 events=events,
                 resume=resume,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -155,7 +156,7 @@ def _module_of(key: str) -> str:
     for i, part in enumerate(parts):
         if part.startswith(("lora_", "ia3_", "oft_", "vera_")):
             # peft wraps a module once for each of its adapted parameters, such as the fused weights of experts
-            return ".".join(parts[:i]).removesuffix(".base_layer")
+            return re.sub(r"(\.base_layer)+$", "", ".".join(parts[:i]))
     return ".".join(parts[:-1])
 
 

@@ -96,7 +96,7 @@ def _keep_differentiable(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - torch types every attribute as a tensor
 
 
 @contextmanager

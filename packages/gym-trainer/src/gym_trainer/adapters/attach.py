@@ -101,7 +101,8 @@ def _freeze_all_but_last(
     model.requires_grad_(False)
     others = require_modules(model, adapter.modules_to_save)
     if new_token_ids:
-        others += [model.get_input_embeddings(), model.get_output_embeddings()]
+        head = model.get_output_embeddings()
+        others += [model.get_input_embeddings(), *([head] if head is not None else [])]
     for module in [*layers[-adapter.num_layers :], *others]:
         for parameter in module.parameters():
             parameter.requires_grad_(parameter.is_floating_point())

@@ -30,7 +30,7 @@ def fused_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Every weight that belongs to routed experts: fused ones, and linear layers of one expert each."""
     single = {f"{name}.weight": module.weight for name, module in linear_layers(model).items() if ".experts." in name}
-    return fused_expert_weights(model) | single
+    return fused_expert_weights(model) | single  # pyright: ignore[reportReturnType] - a linear layer's weight
 
 
 def frozen_experts_note(model: PreTrainedModel) -> list[str]:

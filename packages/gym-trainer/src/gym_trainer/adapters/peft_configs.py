@@ -8,14 +8,14 @@ from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, Ia3Adapter, LoraAdapter, OftAdapter, VeraAdapter
 from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import fused_expert_weights
-from gym_trainer.adapters.targets import narrower, refused_by_peft, size_of, target_layers
+from gym_trainer.adapters.targets import narrower, not_plainly_linear, refused_by_peft, size_of, target_layers
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
 # loftq starts from the default and is filled in from the unquantized weights (`attach`).
-_INIT = {"default": True, "pissa": "pissa", "olora": "olora", "eva": "eva", "loftq": True}
+_INIT: dict[str, Any] = {"default": True, "pissa": "pissa", "olora": "olora", "eva": "eva", "loftq": True}
 
 
 def peft_config(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, new_token_ids: tuple[int, ...] = ()) -> Any:
@@ -44,7 +44,8 @@ def left_out_of_all_linear(model: PreTrainedModel, adapter: LoraAdapter) -> list
     """What `all-linear` leaves out beside the head: layers that peft refuses, and those narrower than the rank."""
     if adapter.targets != "all-linear":
         return []
-    return [*sorted(refused_by_peft(model)), *narrower(target_layers(model, adapter.targets), adapter.rank)]
+    left_out = sorted(refused_by_peft(model) | not_plainly_linear(model))
+    return [*left_out, *narrower(target_layers(model, adapter.targets), adapter.rank)]
 
 
 def require_modules(model: PreTrainedModel, names: list[str]) -> list[nn.Module]:
@@ -89,7 +90,7 @@ def _lora(model: PreTrainedModel, adapter: LoraAdapter, new_token_ids: tuple[int
     return LoraConfig(
         **_common(model, adapter),
         r=adapter.rank,
-        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,
+        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,  # pyright: ignore[reportArgumentType] - peft takes any number
         lora_dropout=adapter.dropout,
         init_lora_weights=_INIT[adapter.init],
         use_rslora=adapter.scaling == "rslora",
@@ -143,4 +144,6 @@ def _ia3(model: PreTrainedModel, adapter: Ia3Adapter) -> Any:
     # peft wants the feed-forward layers to be among the targets, by the same names
     names = sorted(layers) if isinstance(adapter.targets, str) else adapter.targets
     feedforward = [name for name in names if name.rpartition(".")[2] in adapter.feedforward]
-    return IA3Config(**(_common(model, adapter) | {"target_modules": names, "feedforward_modules": feedforward}))
+    options = _common(model, adapter)
+    options["target_modules"] = names
+    return IA3Config(**options, feedforward_modules=feedforward)

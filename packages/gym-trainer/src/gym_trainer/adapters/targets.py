@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 from gym_serve.models.load import SCORE_HEAD
@@ -64,10 +64,28 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not _has_own_forward(module)
+    }
 
 
-def size_of(layer: nn.Module) -> tuple[int, int]:
+def not_plainly_linear(model: PreTrainedModel) -> set[str]:
+    """Modules that are linear layers by their class only, such as Llama 4's router, which also chooses experts: an
+    update beside what they return has no meaning."""
+    from torch import nn
+
+    return {n for n, module in model.named_modules() if isinstance(module, nn.Linear) and _has_own_forward(module)}
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and "forward" in vars(kind)
+
+
+def size_of(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
     if hasattr(layer, "in_features"):
         return int(layer.in_features), int(layer.out_features)
     return int(layer.weight.shape[0]), int(layer.weight.shape[1])

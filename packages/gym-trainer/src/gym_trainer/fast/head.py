@@ -82,13 +82,21 @@ def _scale(text_config: Any) -> float:
     return 1.0
 
 
+def _layout_kwargs(causal_lm: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The layout of one document for attention that reads it; some recurrent layers refuse to be told of it."""
+    name = str(getattr(causal_lm.config, "_attn_implementation", ""))
+    if not name.startswith(("gym_", "flash_attention")):
+        return {}
+    return PackedLayout.from_lengths([_PROBE_LENGTH], device).model_kwargs()
+
+
 @torch.no_grad()
 def _show_equal(causal_lm: nn.Module, body: nn.Module, head: OutputHead) -> None:
     was_training = causal_lm.training
     causal_lm.eval()
     try:
         ids_1T = torch.arange(3, 3 + _PROBE_LENGTH, device=head.weight_VD.device)[None] % head.weight_VD.shape[0]
-        kwargs = PackedLayout.from_lengths([_PROBE_LENGTH], ids_1T.device).model_kwargs()
+        kwargs = _layout_kwargs(causal_lm, ids_1T.device)
         expected_TV = causal_lm(input_ids=ids_1T, use_cache=False, **kwargs).logits[0].double()
         hidden_TD = body(input_ids=ids_1T, use_cache=False, **kwargs).last_hidden_state[0]
         got_TV = logits_of(hidden_TD, head).double()
