@@ -46,7 +46,8 @@ def save_adapter(
             _save_against_untouched_base(model, staged, initial)
         else:
             if start == "eva":
-                config.init_lora_weights = True  # it left the base as it was: the weights say everything
+                # It left the base as it was: the weights say everything.
+                config.init_lora_weights, config.eva_config = True, None
             # An adapted output head does not change the embeddings, which peft would add as a second copy.
             model.save_pretrained(str(staged), safe_serialization=True, save_embedding_layers=False)
         (staged / "README.md").unlink(missing_ok=True)
