@@ -17,8 +17,9 @@ class Line:
         self._target: tuple[str, int] | None = None
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self.bytes_up = 0
+        self.bytes_up = self.bytes_down = 0
         self.cut_after_bytes_up: int | None = None
+        self.cut_after_bytes_down: int | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -65,6 +66,11 @@ class Line:
                     self.bytes_up += len(data)
                     if self.cut_after_bytes_up is not None and self.bytes_up >= self.cut_after_bytes_up:
                         self.cut_after_bytes_up = None
+                        self.cut()
+                else:
+                    self.bytes_down += len(data)
+                    if self.cut_after_bytes_down is not None and self.bytes_down >= self.cut_after_bytes_down:
+                        self.cut_after_bytes_down = None
                         self.cut()
         for end in (source, target):
             with contextlib.suppress(OSError):

@@ -69,12 +69,13 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--plain", action="store_true", help="without packed weights")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as parent:
         folders = adapter_folders(Path(parent), 4)
         model = load_model(resolve(MODEL), dtype=options.dtype)
-        with TransformersEngine(model, max_slots=NUM_CHATS) as engine:
+        with TransformersEngine(model, max_slots=NUM_CHATS, pack_weights=not options.plain) as engine:
             loaded = [engine.load_adapter(folder) for folder in folders]
             for name, adapters in (("base", [None]), ("four adapters", loaded)):
                 ratios: list[float] = []

@@ -28,6 +28,7 @@ class DaemonProcess:
         settings: str = "",
         environment: dict[str, str] | None = None,
         engine: str = "stand_in_engine:start",
+        ports: tuple[int, int] = (0, 0),
     ) -> None:
         self.data_dir = data_dir
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,8 @@ class DaemonProcess:
             sys.executable,
             *("-c", "from gym_sdk.cli import main; main()", "serve"),
             *arguments,
-            *("--port", "0", "--grpc-port", "0", "--data-dir", str(data_dir), "--settings", str(settings_path)),
+            *("--port", str(ports[0]), "--grpc-port", str(ports[1])),
+            *("--data-dir", str(data_dir), "--settings", str(settings_path)),
         ]
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("GYM_")},

@@ -31,6 +31,7 @@ from gym_serve.engines.base import (
 )
 from gym_serve.engines.grammar import GrammarCompiler, GrammarMatcher
 from gym_serve.engines.lora import AdapterBank
+from gym_serve.engines.packed import PackedLinears
 from gym_serve.engines.sampling import RowSampler, sample
 from gym_serve.engines.scheduler import Running, Scheduler, StepPlan
 from gym_serve.engines.slots import ATTENTION, GROWTH_TOKENS, Segment, SlotCache, StepLayout, attend
@@ -63,6 +64,7 @@ class TransformersEngine:
         context_length: int | None = None,
         kv_cache_bytes: int | None = None,
         tokenizer_json: Path | None = None,
+        pack_weights: bool = False,
     ) -> None:
         """Args:
             model: a causal language model whose attention layers are standard ones.
@@ -71,6 +73,8 @@ class TransformersEngine:
             context_length: at most the model's own, which is the default.
             kv_cache_bytes: the most memory of keys and values; 40% of what is free when not given.
             tokenizer_json: the model's tokenizer, which requests with a grammar need.
+            pack_weights: on a processor, keep a second copy of the weights that batches are multiplied faster with (see
+                `packed`); for a model that does not change.
 
         Raises:
             ModelError: the model's attention cannot be run by slots.
@@ -89,6 +93,7 @@ class TransformersEngine:
         _check_layers(base)
         model.eval()
         base.set_attn_implementation(ATTENTION)
+        self._packed = PackedLinears(base, free_bytes=_free_bytes(self._device)) if pack_weights else None
         try:
             bytes_per_token = self._measure()
         except BaseException:
@@ -409,6 +414,8 @@ class TransformersEngine:
         return cache.measure()
 
     def _give_back(self) -> None:
+        if self._packed is not None:
+            self._packed.remove()
         self._base.set_attn_implementation(self._attention_before)
         self._model.train(self._was_training)
 

@@ -49,6 +49,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     num_threads: int | None = None
     trust_remote_code: bool = False
+    pack_weights: bool = True
+    """See `gym_serve.engines.packed`; only on a processor."""
 
 
 class Outbox:
@@ -179,6 +181,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
         context_length=settings.context_length,
         kv_cache_bytes=settings.kv_cache_bytes,
         tokenizer_json=folder / "tokenizer.json",
+        pack_weights=settings.pack_weights,
     )
 
 
