@@ -44,6 +44,9 @@ MISTAKES = {
     "empty data": Mistake(rows="", names=("rows.jsonl",)),
     "a model that is not there": Mistake(overrides=("model.source=./no/such/model",), names=("no/such/model",)),
     "a package that is not there": Mistake(overrides=("model.source=package:no_such/m.gguf",), names=("no_such",)),
+    "too little memory": Mistake(
+        overrides=("performance.memory_limit_gb=0.5",), names=("0.5 GiB", "weights", "activations")
+    ),
     "an output folder that is a file": Mistake(overrides=("output.dir=rows.jsonl",), names=("rows.jsonl",)),
 }
 
