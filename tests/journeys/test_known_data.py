@@ -28,7 +28,7 @@ def test_gsm8k_is_prepared_whole_and_trains_every_answer(smollm2_folder: Path, t
     assert (report.rows_in, report.rows_train, report.rows_eval, report.rows_dropped) == (8792, 7473, 1319, 0)
     assert (len(made.train), report.rows_truncated) == (7473, 0)
     assert report.sources[0]["format"] == "prompt_completion"
-    assert report.pack_fill > 0.999
+    assert report.pack_fill > 0.98
     tokenizer = Tokenizer.from_folder(smollm2_folder)
     answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
     for document, answer in zip(made.train, answers, strict=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gym_data.cli.options import AsJson, Reading, ReadingOptions, counted, sources_of
+from gym_data.cli.options import AsJson, Force, Out, Reading, ReadingOptions, Rows, counted, sources_of
 from gym_data.formats import RowError, format_named
 from gym_data.quality.convert import converted
 from gym_data.quality.decontaminate import NGRAM_WORDS, Contamination
@@ -22,39 +22,20 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError
 from gym_sdk.spec.data import DataSource
 
-Force = Annotated[bool, Parameter(negative="")]
-Out = Annotated[Path, Parameter(name=("--out", "-o"))]
-
 Decision = Callable[[Record], tuple[dict[str, Any] | None, str | None, bool]]
 """`(row to write, reason to drop, whether it was changed)`."""
 
 
 def convert(
-    *sources: str,
-    to: str,
+    *sources: Rows,
+    to: Annotated[str, Parameter(help="The format to write, such as openai.")],
     out: Out,
-    skip: Annotated[bool, Parameter(negative="")] = False,
+    skip: Annotated[bool, Parameter(negative="", help="Drop rows that the format cannot hold.")] = False,
     force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Write rows in another format. A row that would lose something is an error, or dropped and counted with --skip.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    to
-        The format to write, such as openai.
-    out
-        The JSON Lines file to write.
-    skip
-        Drop rows that the format cannot hold.
-    force
-        Overwrite the file.
-    as_json
-        Print the account as JSON.
-    """
+    """Write rows in another format. A row that would lose something is an error, or dropped and counted with --skip."""
     format_named(to)
 
     def decide(record: Record) -> tuple[dict[str, Any] | None, str | None, bool]:
@@ -69,34 +50,16 @@ def convert(
 
 
 def split(
-    *sources: str,
+    *sources: Rows,
     out: Out,
-    held_out: Path,
-    share: float = 0.1,
-    seed: int = 0,
+    held_out: Annotated[Path, Parameter(help="The file of the held-out share; --out has the rest.")],
+    share: Annotated[float, Parameter(help="How much is held out, on average.")] = 0.1,
+    seed: Annotated[int, Parameter(help="Another seed holds out other rows.")] = 0,
     force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Divide rows by content into two files. Equal rows stand on one side, and stay there when rows are added.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    out
-        The file of the larger part.
-    held_out
-        The file of the held-out share.
-    share
-        How much is held out, on average.
-    seed
-        Another seed holds out other rows.
-    force
-        Overwrite the files.
-    as_json
-        Print the account as JSON.
-    """
+    """Divide rows by content into two files. Equal rows stand on one side, and stay there when rows are added."""
     if not 0 < share < 1:
         raise UserError(f"--share {share}: must be between 0 and 1")
     account = Account()
@@ -116,28 +79,19 @@ def split(
 
 
 def dedup(
-    *sources: str,
+    *sources: Rows,
     out: Out,
-    near: float | None = None,
+    near: Annotated[
+        float | None,
+        Parameter(
+            help="Also drop rows whose five-word sequences are shared to this degree (0.8 is usual), found by MinHash."
+        ),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Drop rows that say the same as an earlier one.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    out
-        The JSON Lines file to write.
-    near
-        Also drop rows whose five-word sequences are shared to this degree (0.8 is usual), found by MinHash.
-    force
-        Overwrite the file.
-    as_json
-        Print the account as JSON.
-    """
+    """Drop rows that say the same as an earlier one."""
     if near is not None and not 0 < near <= 1:
         raise UserError(f"--near {near}: must be above 0 and at most 1")
     seen = Seen(near)
@@ -150,31 +104,15 @@ def dedup(
 
 
 def decontaminate(
-    *sources: str,
-    against: Annotated[list[str], Parameter(negative="")],
+    *sources: Rows,
+    against: Annotated[list[str], Parameter(negative="", help="The evaluation set; may be given several times.")],
     out: Out,
-    words: int = NGRAM_WORDS,
+    words: Annotated[int, Parameter(help="How many words in a row must be the same.")] = NGRAM_WORDS,
     force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Drop rows that hold a piece of an evaluation set.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    against
-        The evaluation set; may be given several times.
-    out
-        The JSON Lines file to write.
-    words
-        How many words in a row must be the same.
-    force
-        Overwrite the file.
-    as_json
-        Print the account as JSON.
-    """
+    """Drop rows that hold a piece of an evaluation set."""
     if words < 1:
         raise UserError(f"--words {words}: must be at least 1")
     contamination = Contamination(read_all(sources_of(against, Reading())), words)
@@ -187,25 +125,16 @@ def decontaminate(
 
 
 def pii(
-    *sources: str,
-    out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None,
+    *sources: Rows,
+    out: Annotated[
+        Path | None,
+        Parameter(name=("--out", "-o"), help="The file to write, with [EMAIL] and the like for what was found."),
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Count personal data that has a form (mail, telephone, card, IBAN, IP); with --out, write the rows masked.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    out
-        The JSON Lines file to write, with [EMAIL] and the like in place of what was found.
-    force
-        Overwrite the file.
-    as_json
-        Print the account as JSON.
-    """
+    """Count personal data that has a form (mail, telephone, card, IBAN, IP); with --out, write the rows masked."""
     found: Counter[str] = Counter()
 
     def decide(record: Record) -> tuple[dict[str, Any] | None, str | None, bool]:

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter
 
-from gym_data.cli.options import AsJson, ReadingOptions, counted, sources_of, tokenizer_of
+from gym_data.cli.options import (
+    AsJson,
+    Force,
+    MaxLength,
+    Model,
+    ReadingOptions,
+    Rows,
+    counted,
+    sources_of,
+    tokenizer_of,
+)
 from gym_data.packing import micro_batches
 from gym_data.preparing.documents import EncodedRow, RowEncoder
 from gym_data.preview.html import page
@@ -29,16 +39,8 @@ MAX_SHOWN = 20
 BATCH_ROWS = 256
 
 
-def inspect(*sources: str, as_json: AsJson = False, reading: ReadingOptions = None) -> int:
-    """Say what is in files: formats, rows, roles, and the first row.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    as_json
-        Print JSON.
-    """
+def inspect(*sources: Rows, as_json: AsJson = False, reading: ReadingOptions = None) -> int:
+    """Say what is in files: formats, rows, roles, and the first row."""
     formats: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     roles: Counter[str] = Counter()
@@ -74,18 +76,13 @@ def inspect(*sources: str, as_json: AsJson = False, reading: ReadingOptions = No
     return 0
 
 
-def validate(*sources: str, model: str | None = None, as_json: AsJson = False, reading: ReadingOptions = None) -> int:
-    """List every row that cannot be used; exit code 2 when there is one.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    model
-        Also render each row with this model's chat template.
-    as_json
-        Print JSON.
-    """
+def validate(
+    *sources: Rows,
+    model: Annotated[str | None, Parameter(help="Also render each row with this model's chat template.")] = None,
+    as_json: AsJson = False,
+    reading: ReadingOptions = None,
+) -> int:
+    """List every row that cannot be used; exit code 2 when there is one."""
     problems: list[DataError] = []
     rows = 0
     named = sources_of(sources, reading)
@@ -121,21 +118,9 @@ def _rendering_error(record: Record, encoder: RowEncoder | None) -> DataError | 
 
 
 def stats(
-    *sources: str, model: str, max_length: int = 2048, as_json: AsJson = False, reading: ReadingOptions = None
+    *sources: Rows, model: Model, max_length: MaxLength = 2048, as_json: AsJson = False, reading: ReadingOptions = None
 ) -> int:
-    """Count tokens, and how well rows fill packs.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    model
-        The model whose tokenizer and chat template are used.
-    max_length
-        The length of a pack; longer rows are cut as in training.
-    as_json
-        Print JSON.
-    """
+    """Count tokens, and how well rows fill packs."""
     rows, lengths, trained, dropped = 0, [], 0, Counter[str]()
     for row in _encoded_rows(sources, model, max_length, reading):
         rows += 1
@@ -177,34 +162,16 @@ def stats(
 
 
 def preview(
-    *sources: str,
-    model: str,
-    rows: int = 3,
-    html: Path | None = None,
-    max_length: int = 2048,
-    force: Annotated[bool, Parameter(negative="")] = False,
+    *sources: Rows,
+    model: Model,
+    rows: Annotated[int, Parameter(help="How many rows are shown.")] = 3,
+    html: Annotated[Path | None, Parameter(help="Write a page that needs no other file.")] = None,
+    max_length: MaxLength = 2048,
+    force: Force = False,
     as_json: AsJson = False,
     reading: ReadingOptions = None,
 ) -> int:
-    """Show rows as the model sees them, with the trained tokens marked.
-
-    Parameters
-    ----------
-    sources
-        Files, globs, folders, hub:owner/name or URLs.
-    model
-        The model whose tokenizer and chat template are used.
-    rows
-        How many rows are shown.
-    html
-        Write a page that needs no other file.
-    max_length
-        Longer rows are cut as in training.
-    force
-        Overwrite the page.
-    as_json
-        Print JSON.
-    """
+    """Show rows as the model sees them, with the trained tokens marked."""
     samples: list[Sample] = []
     tokenizer = tokenizer_of(model)
     for row in islice(_encoded_rows(sources, model, max_length, reading, batch_rows=max(1, rows)), rows):
@@ -236,29 +203,3 @@ def _encoded_rows(
     with counted(read_all(named), "encoding") as records:
         while batch := list(islice(records, batch_rows)):
             yield from encoder.encode(batch)
-
-
-def bench(model: str, file: Path | None = None, *, repetitions: int = 5, as_json: AsJson = False) -> int:
-    """Measure how fast chats become packed tokens on one core, beside the tokenizer alone.
-
-    Parameters
-    ----------
-    model
-        The model folder whose tokenizer and chat template are used.
-    file
-        JSON Lines of chats; made-up ones when left out.
-    repetitions
-        How often each stage is measured.
-    as_json
-        Print JSON.
-    """
-    from gym_data.bench import bench as measure
-
-    tokenizer_of(model)
-    found = measure(model, file, repetitions=repetitions)
-    if as_json:
-        console.out_json(found.to_data())
-        return 0
-    for name, value in found.to_data().items():
-        console.out(f"{name:<28} {value:,.2f}" if isinstance(value, float) else f"{name:<28} {value:,}")
-    return 0

@@ -1,4 +1,4 @@
-"""What every command of `gym data` takes: the rows and how to read them."""
+"""What the commands of `gym data` take in common, declared once: rows, how to read them, where to write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError
 from gym_sdk.spec.data import DataSource
 
-AsJson = Annotated[bool, Parameter(name="--json", negative="")]
+Rows = Annotated[str, Parameter(help="Files, globs, folders, hub:owner/name, dataset_info.json#name or URLs.")]
+Model = Annotated[str, Parameter(help="The model folder whose tokenizer and chat template are used.")]
+MaxLength = Annotated[int, Parameter(help="The most tokens of a row; longer ones are cut as in training.")]
+Out = Annotated[Path, Parameter(name=("--out", "-o"), help="The JSON Lines file to write.")]
+Force = Annotated[bool, Parameter(negative="", help="Overwrite what is there.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +73,17 @@ def sources_of(names: Sequence[str], reading: Reading | None) -> list[DataSource
     ]
 
 
-def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer of a model folder."""
+def model_folder(model: str) -> Path:
+    """The folder of a model. Raises UserError when there is none."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         raise UserError(f"--model {model}: no such folder", hint="Name a model folder with a tokenizer.json.")
-    return Tokenizer.from_folder(folder)
+    return folder
+
+
+def tokenizer_of(model: str) -> Tokenizer:
+    """The tokenizer of a model folder."""
+    return Tokenizer.from_folder(model_folder(model))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,12 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from gym_data.encoding.fast import FastCheck, FastEncoder, fast_encoder
 from gym_data.encoding.special import AddedToken, SplitEncoder
 from gym_sdk.errors import ModelError, Where
 
+MAX_CHECKED_TOKENS = 200
+"""Special tokens that the check of the fast way encodes; Gemma has thousands that are never used."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,6 +46,8 @@ class Tokenizer:
             json.dumps([self.json_text, named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
         ).hexdigest()
         self.folder = folder
+        self.allow_fast = True
+        """Whether `encode_texts` may go the fast way; set before its first use."""
         self.named_tokens = named_tokens
         self.chat_templates = chat_templates or {}
         self.added_tokens = tuple(
@@ -115,11 +121,28 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """All ids side by side and the length of each text; special tokens in the texts are special."""
+        """All ids side by side and the length of each text; special tokens in the texts are special.
+
+        By the fast way where there is one (`fast_check`).
+        """
+        if self._fast[0] is not None:
+            return self._fast[0].encode(texts)
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = [one.ids for one in encoded]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
+
+    @property
+    def fast_check(self) -> FastCheck:
+        """Which library encodes many texts at once, and why."""
+        return self._fast[1]
+
+    @cached_property
+    def _fast(self) -> tuple[FastEncoder | None, FastCheck]:
+        if not self.allow_fast:
+            return None, FastCheck(False, "switched off")
+        special = [token.text for token in self.added_tokens if token.special][:MAX_CHECKED_TOKENS]
+        return fast_encoder(self.json_text, self.backend, special)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer], skip_special: bool = False) -> str:
         """The text of `ids`."""

@@ -24,7 +24,7 @@ from gym_data.encoding.tokenizer import Tokenizer
 from gym_data.preparing.batch import EncodedBatch, encode_chunk
 from gym_data.preparing.documents import Objective, RowEncoder
 from gym_data.sources.chunk import Chunk
-from gym_sdk.errors import DataError, RunFailed
+from gym_sdk.errors import GymError, RunFailed
 from gym_sdk.spec.data import DataSource, DataSpec
 
 AHEAD = 2
@@ -96,14 +96,15 @@ class Workers:
         finally:
             self._idle.put(process)
         if isinstance(result, _Failed):
-            raise DataError(result.message, where=result.where, hint=result.hint)
+            raise result.kind(result.message, where=result.where, hint=result.hint)
         return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A DataError on its way between processes."""
+    """An error on its way between processes."""
 
+    kind: type[GymError]
     message: str
     where: Any
     hint: str | None
@@ -140,8 +141,8 @@ def serve() -> None:
             chunk, source, expected = _receive(sys.stdin.buffer)
             try:
                 result: Any = encode_chunk(chunk, source, expected, encoder, setup.salt)
-            except DataError as error:
-                result = _Failed(error.message, error.where, error.hint)
+            except GymError as error:
+                result = _Failed(type(error), error.message, error.where, error.hint)
             _send(output, result)
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return

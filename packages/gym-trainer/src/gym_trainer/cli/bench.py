@@ -1,4 +1,4 @@
-"""`gym bench train`: training steps measured on this machine."""
+"""`gym bench train` and `gym bench data`: steps and preparation measured on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError
 
 app = App(name="bench", help="Measure this machine.")
+app.command("gym_data.cli.bench:bench", name="data")
 
 
 @app.command

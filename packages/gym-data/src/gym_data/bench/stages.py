@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gym_data.bench.made_up import write_chats
 from gym_data.encoding.tokenizer import Tokenizer
 from gym_data.packing import micro_batches
 from gym_data.preparing.assemble import SourceStore
@@ -23,7 +23,6 @@ from gym_data.sources.jsonl import jsonl_chunks
 from gym_data.sources.records import RecordReader
 from gym_sdk.spec.data import DataSource, DataSpec
 
-NUM_ROWS = 4000
 REPETITIONS = 5
 PACK_TOKENS = 2048
 
@@ -46,20 +45,29 @@ class DataBench:
     pack_tokens_per_s: float
     quick_share: float
     """Of the chats, those encoded by a learned program."""
+    tokenizer_path: str
+    """The library that encoded: `tokenizers`, or `gigatoken` where it knows the tokenizer and passes the check."""
+    fast_check: str
+    """What the check of the fast way found."""
 
     def to_data(self) -> dict[str, Any]:
         """The figures for scripts."""
         return asdict(self)
 
 
-def bench(folder: str | Path, file: str | Path | None = None, *, repetitions: int = REPETITIONS) -> DataBench:
+def bench(
+    folder: str | Path, file: str | Path | None = None, *, repetitions: int = REPETITIONS, fast: bool = True
+) -> DataBench:
     """Measures with the tokenizer of a model folder, on a file of chats or on made-up ones (4,000, seeded).
+
+    Without `fast`, `tokenizers` encodes even where `gigatoken` could.
 
     CPU time of this process is counted, so that other work on the machine disturbs little.
     """
     tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.allow_fast = fast
     with tempfile.TemporaryDirectory() as work:
-        path = Path(file) if file is not None else _made_up(Path(work) / "chats.jsonl")
+        path = Path(file) if file is not None else write_chats(Path(work) / "chats.jsonl")
         source = DataSource(source=str(path))
         encoder = RowEncoder(tokenizer, DataSpec(train=[source], max_length=1 << 20))
         chunks = list(jsonl_chunks(str(path)))
@@ -109,6 +117,8 @@ def bench(folder: str | Path, file: str | Path | None = None, *, repetitions: in
             encode_tokens_per_s=rate["encode"],
             pack_tokens_per_s=rate["pack"],
             quick_share=(batch.num_quick - before) / len(chats),
+            tokenizer_path=tokenizer.fast_check.path,
+            fast_check=tokenizer.fast_check.found,
         )
 
 
@@ -128,22 +138,3 @@ def _formats(source: DataSource, chunks: list[Any]) -> dict[str, Any]:
         reader.raise_mixed()
     reader.check_not_empty()
     return reader.seen
-
-
-def _made_up(path: Path) -> Path:
-    """Chats of one to three turns over a vocabulary of made-up words, about 200 tokens each."""
-    random = np.random.default_rng(0)
-    letters = np.array(list("aeioubcdfghjklmnprstvw"))
-    words = ["".join(random.choice(letters, random.integers(2, 9))) for _ in range(3000)]
-
-    def text(mean: int) -> str:
-        drawn = random.zipf(1.3, max(1, random.poisson(mean))) % len(words)
-        return " ".join(words[int(index)] for index in drawn) + "."
-
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(NUM_ROWS):
-            messages = []
-            for _ in range(int(random.integers(1, 4))):
-                messages += [{"role": "user", "content": text(20)}, {"role": "assistant", "content": text(30)}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    return path
