@@ -9,7 +9,9 @@ import sys
 
 import torch
 
+from gym_trainer.fast.fused import _gather_kernels as gather
 from gym_trainer.fast.fused import _kernels as kernels
+from gym_trainer.fast.fused import _lora_kernels as lora
 from gym_trainer.fast.fused import elementwise as ops
 
 T, D, H, K, E, N = 21, 48, 3, 1, 16, 16
@@ -62,34 +64,49 @@ def main() -> int:
     check("rotate", *pairs)
     check("rotate_backward", *backward_pairs)
 
-    both, outs = draw(T, 2 * D, 3), [empty(T, D) for _ in range(2)]
+    both, grad, outs = draw(T, 2 * D, 3), draw(T, D, 1), [empty(T, D) for _ in range(2)]
     kernels.swiglu(both, outs[0])
     ops.swiglu(both, outs[1])
     check("swiglu", (outs[0], outs[1]))
-    grads, boths = [draw(T, D, 1)] * 2, [both.clone(), both.clone()]
-    grads = [grads[0].clone(), grads[0].clone()]
+    grads, boths = [grad.clone(), grad.clone()], [both.clone(), both.clone()]
     kernels.swiglu_backward(boths[0], grads[0])
     ops.swiglu_backward_(boths[1], grads[1])
     check("swiglu_backward", (boths[0], boths[1]), (grads[0], grads[1]))
 
-    small, outs, copies = draw(N, D, 2), [empty(T, N) for _ in range(2)], [empty(T, D) for _ in range(2)]
-    kernels.project(x, small, outs[0], copies[0])
-    ops.project(x, small, outs[1], copy_TI=copies[1])
-    turned = [empty(T, N) for _ in range(2)]
-    turned_small = draw(D, N).T
-    kernels.project(x, turned_small, turned[0], None)
+    small = draw(N, D, 2)
+    outs, copies, seconds = ([empty(T, n) for _ in range(2)] for n in (N, D, N))
+    lora.project(x, small, outs[0], copies[0], seconds[0])
+    ops.project(x, small, outs[1], copy_TI=copies[1], second_TN=seconds[1])
+    turned, turned_small = [empty(T, N) for _ in range(2)], draw(D, N).T
+    lora.project(x, turned_small, turned[0], None, None)
     ops.project(x, turned_small, turned[1])
-    check("project", (outs[0], outs[1]), (copies[0], copies[1]), (turned[0], turned[1]))
+    check("project", *((a[0], a[1]) for a in (outs, copies, seconds, turned)))
     tall, tall_small = draw(300, D, 2), draw(300, N, 1)
     scales = torch.rand(300, generator=generator)
     check(
         "reduce_rows",
-        (kernels.reduce_rows(tall_small, tall, None), ops.reduce_rows(tall_small, tall)),
+        (lora.reduce_rows(tall_small, tall, None).sum(0), ops.reduce_rows(tall_small, tall)[0]),
         (
-            kernels.reduce_rows(tall_small, tall, (scales, weight)),
-            ops.reduce_rows(tall_small, tall, norm=(scales, weight)),
+            lora.reduce_rows(tall_small, tall, (scales, weight)).sum(0),
+            ops.reduce_rows(tall_small, tall, norm=(scales, weight))[0],
         ),
     )
+
+    parts_a, parts_b = torch.randn(3, N, D, generator=generator), torch.randn(2, N, 70, generator=generator)
+    pieces = [((0, 2, 0, 4, D, 0), 1.5), ((1, 2, 10, 30, 4, 4 * D), 1.0)]
+    flat = gather.collect(parts_a, parts_b, gather.gradients_of(pieces, torch.device("cpu")), torch.float32)
+    got_a, got_b = flat.split([4 * D, 120])
+    check(
+        "collect",
+        (got_a.view(4, D), 1.5 * parts_a.sum(0)[2:6]),
+        (got_b.view(30, 4), parts_b.sum(0)[2:6, 10:40].T),
+    )
+
+    target = torch.full((40, 20), float("nan"))
+    sources = [torch.randn(5, 7, generator=generator), torch.randn(9, 3, generator=generator)]
+    gather.Scatter([target[2:7, 1:8], target[20:29, 4:7]], [2.0, -1.0])(sources)
+    check("scatter", (target[2:7, 1:8], 2 * sources[0]), (target[20:29, 4:7], -sources[1]))
+    assert int(target.isnan().sum()) == 800 - 35 - 27
     return 0
 
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from gym_trainer.fast import attention
 from gym_trainer.fast.apply import FastPath, applied
 from gym_trainer.fast.compile import compiled_layers
+from gym_trainer.fast.fused import elementwise as ops
 from gym_trainer.fast.head import split
 from gym_trainer.fast.loss import OutputHead, linear_cross_entropy, linear_logprobs
 from gym_trainer.fast.packing import PackedLayout
@@ -95,7 +96,15 @@ def test_the_loss_kernel_equals_float64(dtype, softcap):
 
 @pytest.mark.parametrize(
     "fast",
-    [FastPath(), FastPath(recompute_layers=2), FastPath(compile=True), FastPath(compile=True, recompute_layers=2)],
+    [
+        FastPath(),
+        FastPath(recompute_layers=2),
+        FastPath(compile=True),
+        FastPath(compile=True, recompute_layers=2),
+        FastPath(fused=True),
+        FastPath(fused=True, recompute_layers=2),
+        FastPath(fused=True, recompute_layers=4, offload=True),
+    ],
 )
 def test_each_fast_path_equals_the_plain_model(fast):
     torch.manual_seed(0)
@@ -120,9 +129,14 @@ def test_each_fast_path_equals_the_plain_model(fast):
     causal = model.get_base_model()
     with attention.attention_of(causal, attention.PER_DOCUMENT):
         expected = run()
-    with attention.attention_of(causal, attention.VARLEN), applied(model, fast):
+    problems: list[str] = []
+    with attention.attention_of(causal, attention.VARLEN), applied(model, fast, problems.append):
         attention.check_isolation(causal)
         got = run()
+        again = run()
+    assert not problems
+    if fast.fused:
+        assert torch.equal(got[0], again[0])
     assert _relative(got[0], expected[0]) < 1e-3
     assert _relative(got[1], expected[1]) < 5e-2  # two bfloat16 backward passes, each rounded its own way
 
@@ -138,3 +152,80 @@ def test_changing_lengths_compile_a_layer_at_most_three_times_without_leaving_it
             model.model(input_ids=ids, use_cache=False, **layout.model_kwargs()).last_hidden_state.sum().backward()
     assert report.graph_breaks == {}
     assert report.num_graphs <= 3
+
+
+def _draw(num_rows, width, gap=8):
+    """Rows of random numbers with a gap of NaN behind each."""
+    whole = torch.full((num_rows, width + gap), float("nan"), device="cuda", dtype=torch.bfloat16)
+    whole[:, :width] = torch.randn(num_rows, width, device="cuda")
+    return whole[:, :width]
+
+
+def _empty(num_rows, width, dtype=torch.bfloat16):
+    return torch.full((num_rows, width + 8), float("nan"), device="cuda", dtype=dtype)[:, :width]
+
+
+def _exact(*tensors):
+    return [x.double() for x in tensors]
+
+
+@pytest.mark.parametrize("width", [1024, 896])
+def test_the_norm_kernels_equal_float64(width):
+    torch.manual_seed(0)
+    x, delta, weight, grad, residual = (_draw(n, width) for n in (517, 517, 1, 517, 517))
+    out, total, grad_x = (_empty(517, width) for _ in range(3))
+    rstd = ops.rms_norm(x, weight[0], 1e-6, out, delta_TD=delta, sum_TD=total)
+    ops.rms_norm_backward(grad, total, weight[0], rstd, residual, grad_x)
+    exact_out, exact_total, exact_grad = (_empty(517, width, torch.float64) for _ in range(3))
+    x, delta, weight, grad, residual = _exact(x, delta, weight, grad, residual)
+    exact_rstd = ops.rms_norm(x, weight[0], 1e-6, exact_out, delta_TD=delta, sum_TD=exact_total)
+    ops.rms_norm_backward(grad, exact_total, weight[0], exact_rstd, residual, exact_grad)
+    for got, expected in ((out, exact_out), (total, exact_total), (grad_x, exact_grad), (rstd, exact_rstd)):
+        assert _relative(got, expected) < 6e-3
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_key_heads", "head_dim"), [(6, 2, 128), (9, 3, 64), (4, 4, 80)])
+def test_the_rotation_kernels_equal_float64(num_heads, num_key_heads, head_dim, has_norms):
+    torch.manual_seed(0)
+    width = (num_heads + 2 * num_key_heads) * head_dim
+    qkv, cos, sin = _draw(300, width), _draw(300, head_dim), _draw(300, head_dim)
+    weights = _draw(2, head_dim)
+    norms = ops.HeadNorms(weights[0], weights[1], 1e-6, 1e-5) if has_norms else None
+    exact_norms = ops.HeadNorms(*_exact(weights[0], weights[1]), 1e-6, 1e-5) if has_norms else None
+    counts = (num_heads, num_key_heads, num_key_heads)
+    grads = [_draw(n, 300 * head_dim).unflatten(1, (300, head_dim)).transpose(0, 1) for n in counts]
+    results = []
+    for dtype, args, head_norms, upstream in (
+        (torch.bfloat16, (qkv, cos, sin), norms, grads),
+        (torch.float64, _exact(qkv, cos, sin), exact_norms, _exact(*grads)),
+    ):
+        query, key = (torch.full((300, n, head_dim), float("nan"), device="cuda", dtype=dtype) for n in counts[:2])
+        out = _empty(300, width, dtype)
+        ops.rotate(*args, head_norms, query, key)
+        ops.rotate_backward(*upstream, *args, head_norms, out)
+        results.append((query, key, out))
+    for got, expected in zip(*results, strict=True):
+        assert _relative(got, expected) < 6e-3
+
+
+@pytest.mark.parametrize("num_columns", [16, 32, 64, 128])
+def test_the_lora_kernels_equal_float64(num_columns):
+    torch.manual_seed(0)
+    x, both, grad, scales = _draw(517, 1024), _draw(517, 2048), _draw(517, 1024), torch.rand(517, device="cuda") + 0.5
+    small, wide, weight = _draw(num_columns, 1024) / 32, _draw(2048, num_columns).T / 32, _draw(1, 1024)[0]
+    lora = _draw(517, num_columns)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        x, both, grad, small, wide, weight, lora = (t.to(dtype) for t in (x, both, grad, small, wide, weight, lora))
+        both, grad = both.clone(), grad.clone()
+        columns = [_empty(517, num_columns, dtype) for _ in range(3)]
+        copy, product = _empty(517, 1024, dtype), _empty(517, 1024, dtype)
+        ops.project(x, small, columns[0], copy_TI=copy, second_TN=columns[1])
+        ops.project(both, wide, columns[2])
+        ops.swiglu(both, product)
+        ops.swiglu_backward_(both, grad)
+        sums = [ops.reduce_rows(lora, x).sum(0), ops.reduce_rows(lora, x, norm=(scales.to(dtype), weight)).sum(0)]
+        results.append([*columns, copy, product, both, grad, *sums])
+    for number, (got, expected) in enumerate(zip(*results, strict=True)):
+        assert _relative(got, expected) < 1e-2, number

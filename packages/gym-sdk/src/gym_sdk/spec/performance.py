@@ -24,6 +24,10 @@ class PerformanceSpec(SpecModel):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile each decoder layer. `auto` compiles on CUDA when the run is long enough to repay it."""
 
+    fused: Literal["auto", "off"] = "auto"
+    """Decoder layers written out forward and backward, with LoRA's products inside the large ones: on CUDA, for LoRA on
+    a base that is not quantised. Where they are fused they need no compiling."""
+
     recompute_layers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """How many decoder layers are computed again in the backward pass instead of being kept; the fewest that
     fit when auto."""

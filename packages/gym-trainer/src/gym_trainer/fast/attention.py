@@ -141,9 +141,10 @@ def varlen(
     # torch 2.11 groups queries by itself; later versions want it said
     grouped = {"enable_gqa": query_BHTE.shape[1] != key_BKTE.shape[1]} if takes_enable_gqa else {}
     out_THE = kernel(
-        query_BHTE[0].transpose(0, 1),
-        key_BKTE[0].transpose(0, 1),
-        value_BKTE[0].transpose(0, 1),
+        # squeeze, because the gradient of x[0] is a tensor of zeros with another written into it
+        query_BHTE.squeeze(0).transpose(0, 1),
+        key_BKTE.squeeze(0).transpose(0, 1),
+        value_BKTE.squeeze(0).transpose(0, 1),
         cu_seq_lens,
         cu_seq_lens,
         max_length_q if max_length_q is not None else query_BHTE.shape[2],
@@ -290,7 +291,9 @@ def _dense(
 
     def rows(x_BHTE: torch.Tensor) -> torch.Tensor:
         _, num_heads, num_tokens, head_dim = x_BHTE.shape
-        return x_BHTE[0].transpose(0, 1).reshape(num_tokens // length, length, num_heads, head_dim).transpose(1, 2)
+        return (
+            x_BHTE.squeeze(0).transpose(0, 1).reshape(num_tokens // length, length, num_heads, head_dim).transpose(1, 2)
+        )
 
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     with sdpa_kernel(backends, set_priority=True):

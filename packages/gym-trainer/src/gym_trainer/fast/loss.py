@@ -129,7 +129,8 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products in the dtypes that they are given; for devices without autocast, nothing."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -176,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
         chunk_size: int,
         grad_enabled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with _without_autocast(hidden_TD.device):
+        with without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             needed = [grad_enabled and need for need in ctx.needs_input_grad[:3]]
@@ -222,7 +223,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, labels_T)
         ctx.shape, ctx.chunk_size = shape, chunk_size
         logprobs_T = torch.empty(hidden_TD.shape[0], device=hidden_TD.device)
-        with _without_autocast(hidden_TD.device):
+        with without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             for start in range(0, hidden_TD.shape[0], chunk_size):
@@ -235,7 +236,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, labels_T = ctx.saved_tensors
-        with _without_autocast(hidden_TD.device):
+        with without_autocast(hidden_TD.device):
             weight = weight_VD.to(hidden_TD.dtype)
             bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
             grads = _Gradients(hidden_TD, weight, bias, *ctx.needs_input_grad[:3])

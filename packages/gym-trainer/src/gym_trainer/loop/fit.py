@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class FitSettings:
     attention: str
     packed: bool
     micro_batch_tokens: int
+    fused: bool = False
     compile: bool = False
     recompute_layers: int = 0
     loss_chunk_size: int | None = None
@@ -65,6 +67,7 @@ class FitSettings:
             attention=plan.attention,
             packed=plan.packed,
             micro_batch_tokens=plan.micro_batch_tokens,
+            fused=plan.fused,
             compile=plan.compile,
             recompute_layers=plan.recompute_layers,
             loss_chunk_size=plan.loss_chunk_size,
@@ -131,6 +134,7 @@ def fit(
         ),
     )
     fast = FastPath(
+        fused=settings.fused,
         compile=settings.compile,
         recompute_layers=settings.recompute_layers,
         loss_chunk_size=settings.loss_chunk_size,
@@ -145,7 +149,7 @@ def fit(
         stack.enter_context(_quiet())
         if layout == "packed":
             stack.enter_context(attention_of(_causal(model), settings.attention))
-        stack.enter_context(applied(model, fast))
+        stack.enter_context(applied(model, fast, partial(_tell_unfused, events)))
         began = Start(
             model=ForwardModel(model, loss_chunk_size=settings.loss_chunk_size),
             runner=runner,
@@ -199,6 +203,10 @@ def fit(
         resumed_from=step_of(start) if start else None,
         metrics=metrics,
     )
+
+
+def _tell_unfused(events: EventWriter, reason: str) -> None:
+    events.log("warning", f"layers are not fused: {reason}")
 
 
 def _steps(rows: RowSource | RowStream, spec: RunSpec, args: TrainingArguments) -> StepDataset | StreamSteps:

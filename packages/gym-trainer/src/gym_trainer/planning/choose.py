@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, Spee
 from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
 from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
 from gym_trainer.planning.memory import MemoryPlan, overhead
-from gym_trainer.planning.parts import parts_of, why_not_compiled
+from gym_trainer.planning.parts import parts_of, why_not_compiled, why_not_fused
 from gym_trainer.planning.speed import Work
 
 if TYPE_CHECKING:
@@ -75,14 +74,17 @@ def plan(
     choice = _attention(spec, config, hardware, dtype)
     longest = min(data.longest_row_tokens if data else spec.data.max_length, spec.data.max_length)
     document_tokens = data.mean_row_tokens if data else spec.data.max_length
+    simulations = Simulations.of(spec, config, getattr(torch, dtype), FastPath(), document_tokens)
+    unfused = why_not_fused(spec, hardware, simulations.models[0])
+    if unfused is None:
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), FastPath(fused=True), document_tokens)
+    compiled = unfused is not None and not why_not_compiled(spec, hardware, config, dtype, packed=choice is not None)
     estimator = Estimator(
         spec=spec,
         hardware=hardware,
-        simulations=Simulations.of(spec, config, getattr(torch, dtype), FastPath(), document_tokens),
-        compiled=why_not_compiled(spec, hardware, config, dtype, packed=choice is not None) is None,
+        simulations=simulations,
+        compiled=compiled and not _too_short(spec, hardware, data),
     )
-    if estimator.compiled and _too_short(spec, hardware, data):
-        estimator = dataclasses.replace(estimator, compiled=False)
     candidates = list(_candidates(estimator, longest, data))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting:
@@ -91,7 +93,7 @@ def plan(
     static = estimator.static()
     step = optimizer_work(static, hardware)
     num_weights, num_trained = estimator.num_weights()
-    speed = _speed(best, step, spec, hardware, dtype, data)
+    speed = _speed(estimator, best, step, dtype, data)
     return Plan(
         device=hardware.kind,
         hardware=hardware.name,
@@ -105,6 +107,7 @@ def plan(
         num_layers=estimator.num_layers,
         recompute_layers=best.recompute_layers,
         loss_chunk_size=estimator.simulations.fast.loss_chunk_size,
+        fused=unfused is None,
         compile=estimator.compiled,
         memory=best.memory,
         speed=speed,
@@ -117,6 +120,7 @@ def plan(
             packed=choice is not None,
             recompute=best.recompute_layers,
             compiled=estimator.compiled,
+            unfused=unfused,
         ),
         smaller=_smaller(spec, config, hardware, data) if compare and hardware.kind == "cuda" else None,
     )
@@ -238,13 +242,12 @@ def _best(fitting: list[_Candidate]) -> _Candidate:
     return min(good, key=lambda candidate: candidate.memory.total)
 
 
-def _speed(
-    best: _Candidate, step: Work, spec: RunSpec, hardware: Hardware, dtype: DtypeName, data: DataShape | None
-) -> SpeedPlan:
+def _speed(estimator: Estimator, best: _Candidate, step: Work, dtype: DtypeName, data: DataShape | None) -> SpeedPlan:
+    spec, hardware = estimator.spec, estimator.hardware
     step_tokens = _step_tokens(spec, data)
     num_tokens = min(best.micro_batch.num_tokens, step_tokens)
     time_per_token_s = best.time_per_token_s + step.time_s / step_tokens
-    flops_per_token = best.micro_batch.kept.flops / best.micro_batch.num_tokens
+    flops_per_token = estimator.flops_per_token(best.micro_batch)
     peak = hardware.peak_flops_per_s.get(dtype, hardware.matmul_flops_per_s[dtype])
     return SpeedPlan(
         flops_per_token=flops_per_token,

@@ -95,6 +95,8 @@ class Plan:
     loss_chunk_size: int | None
     compile: bool
     """Each decoder layer compiled."""
+    fused: bool = False
+    """Each decoder layer's forward and backward written out (`gym_trainer.fast.fused`)."""
     memory: MemoryPlan
     speed: SpeedPlan
     run: RunPlan | None
@@ -107,7 +109,10 @@ class Plan:
         from gym_trainer.fast.apply import FastPath
 
         return FastPath(
-            compile=self.compile, recompute_layers=self.recompute_layers, loss_chunk_size=self.loss_chunk_size
+            fused=self.fused,
+            compile=self.compile,
+            recompute_layers=self.recompute_layers,
+            loss_chunk_size=self.loss_chunk_size,
         )
 
     def to_json(self) -> str:

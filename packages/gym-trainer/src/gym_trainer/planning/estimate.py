@@ -14,6 +14,7 @@ from torch import nn
 from gym_sdk.spec.adapter import AdapterSpec, FreezeAdapter, FullAdapter, LoraAdapter
 from gym_trainer.adapters import attach
 from gym_trainer.fast.apply import FastPath, applied
+from gym_trainer.fast.fused.apply import margin_bytes, padding_flops_per_token
 from gym_trainer.fast.head import HeadNotLinear, parts
 from gym_trainer.fast.layers import decoder_layers
 from gym_trainer.fast.loss import linear_cross_entropy
@@ -185,9 +186,17 @@ class Estimator:
         memory = static_memory(short, long, self.simulations.num_extra)
         if isinstance(self.spec.adapter, FreezeAdapter):
             memory = self._last_layers_only(memory, self.spec.adapter.num_layers)
-        return dataclasses.replace(
-            memory, frozen_weights=memory.frozen_weights - self.simulations.extrapolated(self._saved_by_quantization)
-        )
+        frozen = memory.frozen_weights - self.simulations.extrapolated(self._saved_by_quantization)
+        if self.simulations.fast.fused:
+            frozen += self.simulations.extrapolated(margin_bytes)
+        return dataclasses.replace(memory, frozen_weights=frozen)
+
+    def flops_per_token(self, micro_batch: MicroBatchEstimate) -> float:
+        """Of the model's own work, nothing recomputed."""
+        flops = micro_batch.kept.flops / micro_batch.num_tokens
+        if self.simulations.fast.fused:
+            flops -= self.simulations.extrapolated(padding_flops_per_token)
+        return flops
 
     def num_weights(self) -> tuple[int, int]:
         """All weights, and the trained ones."""
@@ -253,7 +262,7 @@ class Estimator:
             recomputation = dataclasses.replace(
                 recomputation.times(_COMPILED_RECOMPUTED_WORK), host_s=recomputation.host_s * _COMPILED_HOST
             )
-        else:
+        elif not self.simulations.fast.fused:
             recomputation = dataclasses.replace(recomputation, host_s=recomputation.host_s * _CHECKPOINT_HOST)
         memory = dataclasses.replace(
             memory,

@@ -11,6 +11,7 @@ from gym_trainer.fast import attention
 from gym_trainer.planning.decision import Part
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig
 
     from gym_sdk.spec import RunSpec
@@ -26,6 +27,7 @@ def parts_of(
     packed: bool,
     recompute: int,
     compiled: bool,
+    unfused: str | None,
 ) -> tuple[Part, ...]:
     """The parts of a plan, in the order of a step."""
     return (
@@ -37,7 +39,8 @@ def parts_of(
             why="logits are made a chunk at a time, for trained tokens only (checked on the loaded model)",
         ),
         _lean_lora(spec),
-        _compile(spec, hardware, config, dtype, compiled),
+        _fused(spec, unfused),
+        _compile(spec, hardware, config, dtype, compiled, unfused),
         _recompute(recompute, config.get_text_config().num_hidden_layers),
     )
 
@@ -76,6 +79,32 @@ def _lean_lora(spec: RunSpec) -> Part:
     return Part(name=name, state="on", why="A and B are multiplied in the model's own precision")
 
 
+def why_not_fused(spec: RunSpec, hardware: Hardware, model: nn.Module) -> str | None:
+    """Why layers keep their own forward, or None when they can be fused. `model`: trained parts on, without bytes."""
+    if spec.performance.fused == "off":
+        return "performance.fused is off"
+    if spec.performance.compile == "on":
+        return "performance.compile is on"
+    if hardware.kind == "cpu":
+        return "its kernels are for CUDA"
+    if hardware.capability is not None and hardware.capability < (7, 5):
+        return "Triton's matrix products need compute capability 7.5 or newer"
+    if spec.model.quantization != "none":
+        return f"the base is held in {spec.model.quantization}"
+    from gym_trainer.fast.fused.apply import why_not_fused as why_not
+
+    return why_not(model)
+
+
+def _fused(spec: RunSpec, unfused: str | None) -> Part:
+    name = "fused layers"
+    if unfused is None:
+        why = "LoRA's products inside the large ones, written-out backward passes (checked on the loaded model)"
+        return Part(name=name, state="on", why=why)
+    state = "off" if isinstance(spec.adapter, LoraAdapter) else "not applicable"
+    return Part(name=name, state=state, why=unfused)
+
+
 def why_not_compiled(
     spec: RunSpec, hardware: Hardware, config: PreTrainedConfig, dtype: DtypeName, *, packed: bool
 ) -> str | None:
@@ -95,8 +124,17 @@ def why_not_compiled(
     return None
 
 
-def _compile(spec: RunSpec, hardware: Hardware, config: PreTrainedConfig, dtype: DtypeName, compiled: bool) -> Part:
+def _compile(
+    spec: RunSpec,
+    hardware: Hardware,
+    config: PreTrainedConfig,
+    dtype: DtypeName,
+    compiled: bool,
+    unfused: str | None,
+) -> Part:
     name = "compiled layers"
+    if unfused is None:
+        return Part(name=name, state="not applicable", why="the layers are fused")
     if compiled:
         return Part(name=name, state="on", why="each decoder layer by itself; kept on disk for the next run")
     reason = why_not_compiled(spec, hardware, config, dtype, packed=spec.data.packing)

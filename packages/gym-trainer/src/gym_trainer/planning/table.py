@@ -14,7 +14,7 @@ def render(plan: Plan) -> str:
         _row("model", f"{_count(plan.num_weights)} weights, {_count(plan.num_trained)} trained"),
         _row("attention", plan.attention + ("" if plan.packed else ", one row at a time")),
         _row("micro-batch", f"{plan.micro_batch_tokens:,} tokens"),
-        _row("compiled", "each decoder layer" if plan.compile else "no"),
+        _row("layers", "fused" if plan.fused else "compiled" if plan.compile else "as they are"),
         _row("recomputed", f"{plan.recompute_layers} of {plan.num_layers} layers"),
         "",
         "memory                      GiB",

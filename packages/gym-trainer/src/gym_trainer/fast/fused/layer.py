@@ -21,7 +21,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from gym_trainer.fast.fused import elementwise as ops
-from gym_trainer.fast.fused.weights import JoinedWeight
+from gym_trainer.fast.fused.offload import HostStore
+from gym_trainer.fast.fused.weights import JoinedWeight, Refresh
+from gym_trainer.fast.loss import without_autocast
 
 
 @dataclass
@@ -55,15 +57,20 @@ class _Call:
     sin_TE: torch.Tensor
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """Attention of [B, H, L, E], [B, K, L, E] twice, to [B, L, H, E]."""
+    has_backward: bool
 
 
 class FusedLayer:
     """The fused form of one decoder layer. It reads the layer's own modules, and changes where their weights lie."""
 
-    def __init__(self, layer: nn.Module, *, recompute: bool) -> None:
+    refresh: Refresh | None = None
+    """Of the whole model, for its first layer to call."""
+
+    def __init__(self, layer: nn.Module, *, recompute: bool, store: HostStore | None = None) -> None:
+        """`recompute`: keep the layer's input only, in `store` where there is one."""
         module = cast(Any, layer)
         attention, mlp = module.self_attn, module.mlp
-        self.layer, self.attention, self.recompute = layer, attention, recompute
+        self.layer, self.attention, self.recompute, self.store = layer, attention, recompute, store
         self.own_forward = layer.forward
         self.qkv = JoinedWeight([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = JoinedWeight([attention.o_proj])
@@ -99,10 +106,10 @@ class FusedLayer:
             )
         num_rows, length, _ = hidden_states.shape
         cos_TE, sin_TE = (x.expand(num_rows, length, -1).flatten(0, 1) for x in position_embeddings)
-        for joined in self.joined:
-            joined.refresh()
+        if self.refresh is not None:
+            self.refresh()
         kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
-        call = _Call(self, cos_TE, sin_TE, self._attention(attention_mask, kwargs))
+        call = _Call(self, cos_TE, sin_TE, self._attention(attention_mask, kwargs), torch.is_grad_enabled())
         trained = [weight for joined in self.joined for weight in joined.trained]
         return _FusedLayer.apply(hidden_states, call, *trained)
 
@@ -147,13 +154,17 @@ class _FusedLayer(torch.autograd.Function):
     def forward(ctx: Any, x_BLD: torch.Tensor, call: _Call, *trained: torch.Tensor) -> torch.Tensor:
         ctx.call, ctx.shape = call, x_BLD.shape
         recompute = call.layer.recompute
-        with torch.autocast(x_BLD.device.type, enabled=False):
+        with without_autocast(x_BLD.device):
             x_TD = x_BLD.flatten(0, 1)
             kept = _up_to_gate(call, x_TD, x_BLD.shape[:2], with_graph=not recompute)
             activated = _activate(call, kept)
             y_TD = call.layer.down.forward(activated)
             y_TD += kept.middle_TD
-        ctx.save_for_backward(x_TD)
+        ctx.stored = None
+        if recompute and call.layer.store is not None and call.has_backward:
+            ctx.stored = call.layer.store.put(x_TD)
+        else:
+            ctx.save_for_backward(x_TD)
         ctx.down_lora_TN = kept.down_lora_TN
         ctx.kept = None if recompute else kept
         return y_TD.view(ctx.shape)
@@ -161,8 +172,12 @@ class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BLD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        (x_TD,) = ctx.saved_tensors
-        with torch.autocast(x_TD.device.type, enabled=False):
+        if ctx.stored is not None:
+            x_TD = call.layer.store.take(ctx.stored)
+            ctx.stored = None
+        else:
+            (x_TD,) = ctx.saved_tensors
+        with without_autocast(x_TD.device):
             kept = ctx.kept
             if call.layer.recompute:
                 kept = _up_to_gate(call, x_TD, ctx.shape[:2], with_graph=True)
@@ -239,11 +254,14 @@ def _lora(
     joined: JoinedWeight, x_TI: torch.Tensor, lora_TN: torch.Tensor, *, copied: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x A^T` beside `x`, and once more by itself for the gradient of B."""
-    if joined.num_lora:
-        ops.project(x_TI, joined.lora_a, lora_TN, copy_TI=copied)
-    elif copied is not None:
-        copied.copy_(x_TI)
-    return lora_TN.contiguous() if joined.num_lora else lora_TN
+    second_TN = _columns(lora_TN)
+    ops.project(x_TI, joined.lora_a, lora_TN, copy_TI=copied, second_TN=second_TN)
+    return second_TN
+
+
+def _columns(lora_TN: torch.Tensor) -> torch.Tensor:
+    """Room for columns of LoRA that outlives the large matrix beside them."""
+    return lora_TN.new_empty(lora_TN.shape)
 
 
 def _mlp_backward(
@@ -254,22 +272,17 @@ def _mlp_backward(
     down, both = layer.down, layer.both
     assert kept.down_lora_TN is not None
     whole, copied, lora = down.output_like(grad_TD)
-    if down.num_lora:
-        ops.project(grad_TD, down.lora_b, lora, copy_TI=copied)
-        product = down.backward(whole)
-    else:
-        product = down.backward(grad_TD)
-    down_lora = lora.contiguous()
+    down_lora = _columns(lora)
+    ops.project(grad_TD, down.lora_b, lora, copy_TI=copied, second_TN=down_lora)
+    product = down.backward(whole)
     del whole, copied, lora
 
-    grad_both = kept.both_TO[:, : both.num_outputs]
+    grad_both, grad_lora = kept.both_TO[:, : both.num_outputs], kept.both_TO[:, both.num_outputs :]
     ops.swiglu_backward_(grad_both, product)  # product: its gradient before, itself after
+    ops.project(grad_both, both.lora_b, grad_lora)
     grads_down = _gradients(down, down_lora, product, None, grad_TD, kept.down_lora_TN)
     del product
 
-    grad_lora = kept.both_TO[:, both.num_outputs :]
-    if both.num_lora:
-        ops.project(grad_both, both.lora_b, grad_lora)
     grad_normed = both.backward(kept.both_TO)
     norm = (kept.rstd_middle_T, layer.norm_middle.weight.data)
     grads_both = _gradients(both, grad_lora, kept.middle_TD, norm, grad_both, kept.both_lora_TN)
@@ -290,8 +303,7 @@ def _attention_backward(
     layer = call.layer
     whole, grad_TD = grad_middle
     grad_lora = whole[:, layer.out.num_outputs :]
-    if layer.out.num_lora:
-        ops.project(grad_TD, layer.out.lora_b, grad_lora)
+    ops.project(grad_TD, layer.out.lora_b, grad_lora)
     grad_attended = layer.out.backward(whole)
     attended_TI = kept.attended.detach().reshape(len(x_TD), -1)
     grads_out = _gradients(layer.out, grad_lora, attended_TI, None, grad_TD, kept.out_lora_TN)
@@ -302,8 +314,7 @@ def _attention_backward(
     del grad_heads, grad_attended
     grad_whole, grad_qkv, grad_lora = layer.qkv.output_like(x_TD)
     ops.rotate_backward(query, key, value, kept.qkv_TO, call.cos_TE, call.sin_TE, layer.head_norms, grad_qkv)
-    if layer.qkv.num_lora:
-        ops.project(grad_qkv, layer.qkv.lora_b, grad_lora)
+    ops.project(grad_qkv, layer.qkv.lora_b, grad_lora)
     norm = (kept.rstd_in_T, layer.norm_in.weight.data)
     grads_qkv = _gradients(layer.qkv, grad_lora, x_TD, norm, grad_qkv, kept.qkv_lora_TN)
     grad_x = None
@@ -323,8 +334,8 @@ def _gradients(
     lora_TN: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Of A from the layers' input, which is the norm of `x` where `norm` is given; of B from the outputs' gradient."""
-    if not joined.num_lora:
+    if not joined.trained:
         return []
-    grad_a_NI = ops.reduce_rows(grad_lora_TN, x_TI, norm=norm)
-    grad_b_NO = ops.reduce_rows(lora_TN, grad_TO)
-    return joined.gradients(grad_a_NI, grad_b_NO)
+    parts_a_SNI = ops.reduce_rows(grad_lora_TN, x_TI, norm=norm)
+    parts_b_SNO = ops.reduce_rows(lora_TN, grad_TO)
+    return joined.gradients(parts_a_SNI, parts_b_SNO)

@@ -9,20 +9,23 @@ own for each small one, whose result would be written, read and added.
 
 The layers' own weights become views of M for as long as it lives: nothing is held twice.
 
-Legend: T tokens, I width of the input, O of all outputs together, N columns of LoRA, padded to a multiple of 64.
+Legend: T tokens, I width of the input, O of all outputs together, N columns of LoRA with what pads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
 
-_ALIGNMENT = 64
-"""Columns that a matrix product of the device takes at once, and rows of 128 bytes."""
+if TYPE_CHECKING:
+    from gym_trainer.fast.fused._gather_kernels import Gradients, Scatter
+
+_COLUMNS = (16, 32, 64)
+"""Columns of LoRA are padded to one of these, or to a multiple of the last: what a kernel multiplies at once."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,12 @@ class JoinedWeight:
                 self.parts.append(_Part(base, rows))
         first = self.parts[0].base
         self.num_inputs, self.num_outputs = first.in_features, num_outputs
-        self.num_lora = -(-num_lora // _ALIGNMENT) * _ALIGNMENT
+        self.num_lora = padded_columns(num_lora)
         self.matrix = first.weight.new_empty(num_outputs + self.num_lora, self.num_inputs + self.num_lora)
         self.matrix[num_outputs:].zero_()
         self.matrix[:, self.num_inputs :].zero_()
         self.bias_O = self._joined_bias()
+        self._gradients: Gradients | None = None
         for part in self.parts:
             view = self.matrix[part.rows, : self.num_inputs]
             view.copy_(part.base.weight.data)
@@ -84,15 +88,17 @@ class JoinedWeight:
         """[N, O]: transposed, the columns of M beside the weights."""
         return self.matrix[: self.num_outputs, self.num_inputs :].T
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over what the optimizer made of A and B."""
+    @property
+    def places(self) -> list[tuple[nn.Parameter, torch.Tensor, float]]:
+        """Each trained weight, where it lies in the matrix, and what it is multiplied by there."""
+        places = []
         for part in self.parts:
             if part.a is not None and part.b is not None:
                 columns = slice(self.num_inputs + part.lora.start, self.num_inputs + part.lora.stop)
                 rows = slice(self.num_outputs + part.lora.start, self.num_outputs + part.lora.stop)
-                self.matrix[rows, : self.num_inputs].copy_(part.a * part.scaling)
-                self.matrix[part.rows, columns].copy_(part.b)
+                places.append((part.a, self.matrix[rows, : self.num_inputs], part.scaling))
+                places.append((part.b, self.matrix[part.rows, columns], 1.0))
+        return places
 
     def input_like(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Room for `[x | x A^T]`, as a whole and in its two parts."""
@@ -115,16 +121,36 @@ class JoinedWeight:
         """The gradient of the input [T, I], from `[dy | dy B]`."""
         return torch.mm(whole_TO, self.matrix[:, : self.num_inputs])
 
-    def gradients(self, a_NI: torch.Tensor | None, b_NO: torch.Tensor | None) -> list[torch.Tensor]:
-        """Those of `trained`, out of the gradients of all A and all B."""
+    def gradients(self, parts_a_SNI: torch.Tensor, parts_b_SNO: torch.Tensor) -> list[torch.Tensor]:
+        """Those of `trained`, out of the parts of the gradients of all A and all B."""
+        trained = self.trained
+        if trained[0].is_cuda:
+            return self._collected(parts_a_SNI, parts_b_SNO)
+        a_NI, b_NO = parts_a_SNI.sum(0), parts_b_SNO.sum(0)
         gradients: list[torch.Tensor] = []
         for part in self.parts:
             if part.a is not None and part.b is not None:
-                assert a_NI is not None
-                assert b_NO is not None
                 gradients.append((a_NI[part.lora] * part.scaling).to(part.a.dtype))
                 gradients.append(b_NO[part.lora, part.rows].T.to(part.b.dtype))
         return gradients
+
+    def _collected(self, parts_a_SNI: torch.Tensor, parts_b_SNO: torch.Tensor) -> list[torch.Tensor]:
+        from gym_trainer.fast.fused import _gather_kernels as kernels
+
+        trained = self.trained
+        if self._gradients is None:
+            pieces, place = [], 0
+            for part in self.parts:
+                if part.a is not None and part.b is not None:
+                    rank, start = part.a.shape[0], part.lora.start
+                    pieces.append(((0, start, 0, rank, self.num_inputs, place), part.scaling))
+                    place += part.a.numel()
+                    pieces.append(((1, start, part.rows.start, part.base.out_features, rank, place), 1.0))
+                    place += part.b.numel()
+            self._gradients = kernels.gradients_of(pieces, trained[0].device)
+        flat = kernels.collect(parts_a_SNI, parts_b_SNO, self._gradients, trained[0].dtype)
+        parts = flat.split([weight.numel() for weight in trained])
+        return [part.view(weight.shape) for part, weight in zip(parts, trained, strict=True)]
 
     def release(self) -> None:
         """Give the layers weights of their own again."""
@@ -138,6 +164,38 @@ class JoinedWeight:
         first = self.parts[0].base.weight
         zeros = (first.new_zeros(part.base.out_features) for part in self.parts)
         return torch.cat([zero if bias is None else bias.data for zero, bias in zip(zeros, biases, strict=True)])
+
+
+class Refresh:
+    """Takes over what the optimizer made of A and B, in one launch for a whole model."""
+
+    def __init__(self, joined: list[JoinedWeight]) -> None:
+        self._places = [place for weight in joined for place in weight.places]
+        self._scatter: Scatter | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        sources = [source for source, _, _ in self._places]
+        first = sources[0]
+        if first.is_cuda and all(s.is_contiguous() and s.dtype == first.dtype for s in sources):
+            if self._scatter is None:
+                from gym_trainer.fast.fused._gather_kernels import Scatter
+
+                self._scatter = Scatter(
+                    [target for _, target, _ in self._places], [scale for *_, scale in self._places]
+                )
+            self._scatter(sources)
+            return
+        for source, target, scale in self._places:
+            target.copy_(source * scale)
+
+
+def padded_columns(num_lora: int) -> int:
+    """Columns for so many of LoRA. Layers without any have a few, too: one way of computing serves all."""
+    widest = _COLUMNS[-1]
+    if num_lora > widest:
+        return -(-num_lora // widest) * widest
+    return next(width for width in _COLUMNS if width >= num_lora)
 
 
 def _base(layer: nn.Module) -> nn.Linear:
