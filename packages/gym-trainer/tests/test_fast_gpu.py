@@ -216,9 +216,9 @@ def test_the_lora_kernels_equal_float64(num_columns):
     small, wide, weight = _draw(num_columns, 1024) / 32, _draw(2048, num_columns).T / 32, _draw(1, 1024)[0]
     lora = _draw(517, num_columns)
     results = []
+    given = (x, small, wide, weight, lora, both, grad)
     for dtype in (torch.bfloat16, torch.float64):
-        x, both, grad, small, wide, weight, lora = (t.to(dtype) for t in (x, both, grad, small, wide, weight, lora))
-        both, grad = both.clone(), grad.clone()
+        x, small, wide, weight, lora, both, grad = (t.to(dtype, copy=number > 4) for number, t in enumerate(given))
         columns = [_empty(517, num_columns, dtype) for _ in range(3)]
         copy, product = _empty(517, 1024, dtype), _empty(517, 1024, dtype)
         ops.project(x, small, columns[0], copy_TI=copy, second_TN=columns[1])

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 IGNORE = -100
-_DEFAULT_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+_DEFAULT_CHUNK_BYTES = {"cpu": 2**26, "cuda": 5 * 2**27}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,8 @@ def linear_cross_entropy(
         labels_T: int64, the token that each hidden state predicts (see `next_token_labels`); -100 where none. Kept on
             the host, they cost no wait for the device.
         weights_T: float, a factor for each token's loss.
-        chunk_size: rows of logits held at once; about 256 MB of them on CUDA and 64 MB on a processor when not given.
+        chunk_size: rows of logits held at once; when not given, as many as would take 640 MB in float32 on CUDA, and
+            64 MB on a processor.
     """
     head = _as_head(head)
     rows, labels, num_tokens = _trained_rows(labels_T, hidden_TD.device)
@@ -119,9 +120,10 @@ def next_token_labels(ids_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seq_len
 
 
 def default_chunk_size(weight_VD: torch.Tensor) -> int:
-    """Rows whose float32 logits take about 256 MB on CUDA, 64 MB on a processor, whose caches are small."""
-    num_bytes = _DEFAULT_CHUNK_BYTES["cpu" if weight_VD.device.type == "cpu" else "cuda"]
-    return max(64, num_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
+    """Rows whose float32 logits would take up to 640 MB on CUDA, 64 MB on a processor, whose caches are small."""
+    kind = "cpu" if weight_VD.device.type == "cpu" else "cuda"
+    multiple = {"cpu": 64, "cuda": 256}[kind]
+    return max(multiple, _DEFAULT_CHUNK_BYTES[kind] // (4 * weight_VD.shape[0]) // multiple * multiple)
 
 
 @functools.cache

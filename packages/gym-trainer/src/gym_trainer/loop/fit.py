@@ -52,6 +52,7 @@ class FitSettings:
     packed: bool
     micro_batch_tokens: int
     fused: bool = False
+    offload: bool = False
     compile: bool = False
     recompute_layers: int = 0
     loss_chunk_size: int | None = None
@@ -68,6 +69,7 @@ class FitSettings:
             packed=plan.packed,
             micro_batch_tokens=plan.micro_batch_tokens,
             fused=plan.fused,
+            offload=plan.offload,
             compile=plan.compile,
             recompute_layers=plan.recompute_layers,
             loss_chunk_size=plan.loss_chunk_size,
@@ -135,6 +137,7 @@ def fit(
     )
     fast = FastPath(
         fused=settings.fused,
+        offload=settings.offload,
         compile=settings.compile,
         recompute_layers=settings.recompute_layers,
         loss_chunk_size=settings.loss_chunk_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _TOKENS_TO_REPAY_COMPILATION = 1_000_000
 Smaller models run faster and save as large a share, so they repay it in about as many seconds."""
 _LONGER_STEPS = 1.25
 """Ragged rows make some steps longer than the mean: with this room nearly all of them are one micro-batch."""
+_SMALL_LOSS_CHUNK = 256
+"""Rows of logits at once where the usual number does not fit."""
 _WORTH_MEMORY = 1.02
 """A setting must be this much faster to be chosen over one that takes less memory."""
 
@@ -40,6 +43,7 @@ _WORTH_MEMORY = 1.02
 class _Candidate:
     micro_batch: MicroBatchEstimate
     recompute_layers: int
+    offload: bool
     memory: MemoryPlan
     work: Work
 
@@ -74,10 +78,12 @@ def plan(
     choice = _attention(spec, config, hardware, dtype)
     longest = min(data.longest_row_tokens if data else spec.data.max_length, spec.data.max_length)
     document_tokens = data.mean_row_tokens if data else spec.data.max_length
-    simulations = Simulations.of(spec, config, getattr(torch, dtype), FastPath(), document_tokens)
+    fast = FastPath()
+    simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
     unfused = why_not_fused(spec, hardware, simulations.models[0])
     if unfused is None:
-        simulations = Simulations.of(spec, config, getattr(torch, dtype), FastPath(fused=True), document_tokens)
+        fast = FastPath(fused=True)
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
     compiled = unfused is not None and not why_not_compiled(spec, hardware, config, dtype, packed=choice is not None)
     estimator = Estimator(
         spec=spec,
@@ -87,6 +93,12 @@ def plan(
     )
     candidates = list(_candidates(estimator, longest, data))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
+    if not fitting and hardware.kind == "cuda":
+        fast = dataclasses.replace(fast, loss_chunk_size=_SMALL_LOSS_CHUNK)
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
+        estimator = dataclasses.replace(estimator, simulations=simulations)
+        candidates = list(_candidates(estimator, longest, data))
+        fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting:
         raise _does_not_fit(spec, config, hardware, candidates, data)
     best = _best(fitting)
@@ -106,6 +118,7 @@ def plan(
         micro_batch_tokens=best.micro_batch.num_tokens,
         num_layers=estimator.num_layers,
         recompute_layers=best.recompute_layers,
+        offload=best.offload,
         loss_chunk_size=estimator.simulations.fast.loss_chunk_size,
         fused=unfused is None,
         compile=estimator.compiled,
@@ -121,6 +134,7 @@ def plan(
             recompute=best.recompute_layers,
             compiled=estimator.compiled,
             unfused=unfused,
+            offloaded_bytes=best.offload * best.recompute_layers * estimator.input_bytes(best.micro_batch.num_tokens),
         ),
         smaller=_smaller(spec, config, hardware, data) if compare and hardware.kind == "cuda" else None,
     )
@@ -168,10 +182,11 @@ def _attention(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, dtyp
 def _candidates(estimator: Estimator, longest: int, data: DataShape | None) -> Iterator[_Candidate]:
     step_tokens = _step_tokens(estimator.spec, data)
     for num_tokens in _micro_batch_sizes(estimator, longest, data):
-        micro_batch, num_recomputed = _recompute_choice(estimator, num_tokens, step_tokens)
+        micro_batch, num_recomputed, offload = _recompute_choice(estimator, num_tokens, step_tokens)
         yield _Candidate(
             micro_batch=micro_batch,
             recompute_layers=num_recomputed,
+            offload=offload,
             memory=_memory(estimator, micro_batch, num_recomputed, step_tokens),
             work=micro_batch.work(num_recomputed),
         )
@@ -194,8 +209,8 @@ def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | Non
     return sizes
 
 
-def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -> tuple[MicroBatchEstimate, int]:
-    """The fewest recomputed layers that fit, or all of them to say what is missing.
+def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -> tuple[MicroBatchEstimate, int, bool]:
+    """The fewest recomputed layers that fit, else all of them with their inputs in host memory, where that is possible.
 
     Recomputation is simulated only where it is needed: a simulation costs about as much as the import of a library.
     """
@@ -204,14 +219,16 @@ def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -
         raise UserError(f"performance.recompute_layers is {requested}, but the model has {num_layers} layers")
     kept = estimator.micro_batch(num_tokens, recompute=False)
     if requested == 0 or (requested == "auto" and _memory(estimator, kept, 0, step_tokens).fits):
-        return kept, 0
+        return kept, 0, False
     micro_batch = estimator.micro_batch(num_tokens)
     if requested != "auto":
-        return micro_batch, requested
+        return micro_batch, requested, False
     for num_recomputed in range(1, num_layers + 1):
         if _memory(estimator, micro_batch, num_recomputed, step_tokens).fits:
-            return micro_batch, num_recomputed
-    return micro_batch, num_layers
+            return micro_batch, num_recomputed, False
+    if estimator.simulations.fast.fused:
+        return estimator.micro_batch(num_tokens, offload=True), num_layers, True
+    return micro_batch, num_layers, False
 
 
 def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recomputed: int, step_tokens: int) -> MemoryPlan:

@@ -92,6 +92,8 @@ class Plan:
     micro_batch_tokens: int
     num_layers: int
     recompute_layers: int
+    offload: bool = False
+    """The inputs of recomputed layers wait in host memory."""
     loss_chunk_size: int | None
     compile: bool
     """Each decoder layer compiled."""
@@ -110,6 +112,7 @@ class Plan:
 
         return FastPath(
             fused=self.fused,
+            offload=self.offload,
             compile=self.compile,
             recompute_layers=self.recompute_layers,
             loss_chunk_size=self.loss_chunk_size,

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ class Simulations:
         self.num_extra = (self.num_layers - short) / (long - short) if long > short else 0.0
         """Patterns beyond the short model; not whole where the layers are no multiple of the pattern."""
         self.models = tuple(_build(spec, config, dtype, length) for length in self.lengths)
-        self._traces: dict[tuple[int, bool], list[Trace]] = {}
+        self._traces: dict[tuple[int, Layers], list[Trace]] = {}
 
     @classmethod
     def of(
@@ -106,23 +106,24 @@ class Simulations:
         short, long = (count(model) for model in self.models)
         return round(short + (long - short) * self.num_extra)
 
-    def traces(self, num_tokens: int, *, recomputed: bool) -> list[Trace]:
-        """Of the short and the longer model: with every layer kept, or every layer recomputed."""
-        if (num_tokens, recomputed) not in self._traces:
+    def traces(self, num_tokens: int, layers: Layers) -> list[Trace]:
+        """Of the short and the longer model, with all layers treated alike."""
+        if (num_tokens, layers) not in self._traces:
             shape = MicroBatchShape.of(num_tokens, self.document_tokens)
-            self._traces[num_tokens, recomputed] = [
-                self.trace(model, shape, length if recomputed else 0)
+            self._traces[num_tokens, layers] = [
+                self.trace(model, shape, 0 if layers == "kept" else length, offload=layers == "offloaded")
                 for model, length in zip(self.models, self.lengths, strict=True)
             ]
-        return self._traces[num_tokens, recomputed]
+        return self._traces[num_tokens, layers]
 
-    def trace(self, model: nn.Module, shape: MicroBatchShape, num_recomputed: int) -> Trace:
+    def trace(self, model: nn.Module, shape: MicroBatchShape, num_recomputed: int, *, offload: bool = False) -> Trace:
         """One micro-batch of a model of `meta_model`, forward and backward, gradients being there already."""
         inputs = shape.model_inputs()
         labels_T = torch.zeros(shape.num_tokens, dtype=torch.long)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        with applied(model, self.fast.with_recompute(num_recomputed)), Simulator() as simulator:
+        fast = dataclasses.replace(self.fast, recompute_layers=num_recomputed, offload=offload)
+        with applied(model, fast), Simulator() as simulator:
             loss = self._loss(model, inputs, labels_T)
             simulator.mark("forward")
             loss.backward()
@@ -140,6 +141,7 @@ class Simulations:
         return linear_cross_entropy(hidden_TD, head, labels_T, chunk_size=self.fast.loss_chunk_size).loss_sum
 
 
+Layers = Literal["kept", "recomputed", "offloaded"]
 _SIMULATIONS: dict[_Key, Simulations] = {}
 _MOST_SIMULATIONS = 4
 
@@ -191,6 +193,17 @@ class Estimator:
             frozen += self.simulations.extrapolated(margin_bytes)
         return dataclasses.replace(memory, frozen_weights=frozen)
 
+    def input_bytes(self, num_tokens: int) -> int:
+        """Of one layer's input."""
+        weight = self.simulations.models[0].get_input_embeddings().weight
+        return num_tokens * weight.shape[1] * weight.element_size()
+
+    def _with_copies(self, recomputation: Work, whole: Work, num_tokens: int) -> Work:
+        """A recomputed layer takes at least as long as its input needs out and back."""
+        copies_s = 2 * self.input_bytes(num_tokens) / self.hardware.host_link_bytes_per_s
+        layer_s = whole.device_s / self.num_layers
+        return dataclasses.replace(recomputation, device_s=max(recomputation.device_s, copies_s - layer_s))
+
     def flops_per_token(self, micro_batch: MicroBatchEstimate) -> float:
         """Of the model's own work, nothing recomputed."""
         flops = micro_batch.kept.flops / micro_batch.num_tokens
@@ -229,8 +242,11 @@ class Estimator:
             if isinstance(module, nn.Linear) and not module.weight.requires_grad
         )
 
-    def micro_batch(self, num_tokens: int, *, recompute: bool = True) -> MicroBatchEstimate:
-        """The estimate for a micro-batch of so many tokens; of recomputed layers too, where asked."""
+    def micro_batch(self, num_tokens: int, *, recompute: bool = True, offload: bool = False) -> MicroBatchEstimate:
+        """The estimate for a micro-batch of so many tokens; of recomputed layers too, where asked.
+
+        With `offload` the inputs of recomputed layers are in host memory, and each is copied twice meanwhile.
+        """
         short, long = self.simulations.lengths
 
         def per_layer(traces: list[Trace]) -> int:
@@ -242,7 +258,7 @@ class Estimator:
             hardware = dataclasses.replace(
                 hardware, bandwidth_bytes_per_s=hardware.bandwidth_bytes_per_s / _COMPILED_TRAFFIC
             )
-        kept = self.simulations.traces(num_tokens, recomputed=False)
+        kept = self.simulations.traces(num_tokens, "kept")
         kept_work = [work_of(trace.operations, hardware) for trace in kept]
         whole = kept_work[0] + (kept_work[1] - kept_work[0]).times(self.simulations.num_extra)
         if self.compiled:
@@ -254,7 +270,7 @@ class Estimator:
         if not recompute:
             return MicroBatchEstimate(num_tokens=num_tokens, memory=memory, kept=whole, num_layers=self.num_layers)
 
-        recomputed = self.simulations.traces(num_tokens, recomputed=True)
+        recomputed = self.simulations.traces(num_tokens, "offloaded" if offload else "recomputed")
         recomputation = (work_of(recomputed[1].operations, hardware) - kept_work[1]).times(1 / long)
         recomputed_bytes = per_layer(recomputed)
         if self.compiled:
@@ -264,6 +280,8 @@ class Estimator:
             )
         elif not self.simulations.fast.fused:
             recomputation = dataclasses.replace(recomputation, host_s=recomputation.host_s * _CHECKPOINT_HOST)
+        if offload:
+            recomputation = self._with_copies(recomputation, whole, num_tokens)
         memory = dataclasses.replace(
             memory,
             recomputed_base=recomputed[1].peak_bytes - per_layer(recomputed) * long,

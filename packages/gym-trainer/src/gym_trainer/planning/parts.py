@@ -28,6 +28,7 @@ def parts_of(
     recompute: int,
     compiled: bool,
     unfused: str | None,
+    offloaded_bytes: int,
 ) -> tuple[Part, ...]:
     """The parts of a plan, in the order of a step."""
     return (
@@ -42,6 +43,7 @@ def parts_of(
         _fused(spec, unfused),
         _compile(spec, hardware, config, dtype, compiled, unfused),
         _recompute(recompute, config.get_text_config().num_hidden_layers),
+        _offload(hardware, offloaded_bytes, unfused),
     )
 
 
@@ -145,3 +147,14 @@ def _recompute(recompute: int, num_layers: int) -> Part:
     if recompute == 0:
         return Part(name="recomputation", state="off", why="every layer's activations fit into memory")
     return Part(name="recomputation", state="on", why=f"{recompute} of {num_layers} layers are computed twice")
+
+
+def _offload(hardware: Hardware, num_bytes: int, unfused: str | None) -> Part:
+    name = "offload"
+    if hardware.kind == "cpu":
+        return Part(name=name, state="not applicable", why="there is one memory")
+    if unfused is not None:
+        return Part(name=name, state="off", why="of fused layers only")
+    if not num_bytes:
+        return Part(name=name, state="off", why="the inputs of recomputed layers fit into memory")
+    return Part(name=name, state="on", why=f"{num_bytes / 2**30:.1f} GiB of layer inputs wait in host memory")

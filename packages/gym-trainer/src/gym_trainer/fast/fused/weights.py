@@ -24,8 +24,9 @@ from torch import nn
 if TYPE_CHECKING:
     from gym_trainer.fast.fused._gather_kernels import Gradients, Scatter
 
-_COLUMNS = (16, 32, 64)
-"""Columns of LoRA are padded to one of these, or to a multiple of the last: what a kernel multiplies at once."""
+_COLUMNS = 64
+"""Columns of LoRA are padded to a multiple: what a matrix product takes at once, in rows of whole 128 bytes. Padding to
+16 or 32 where that is enough saves 0.3 GiB of 8B and costs 2% of the speed (H200)."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,7 @@ class Refresh:
 
 def padded_columns(num_lora: int) -> int:
     """Columns for so many of LoRA. Layers without any have a few, too: one way of computing serves all."""
-    widest = _COLUMNS[-1]
-    if num_lora > widest:
-        return -(-num_lora // widest) * widest
-    return next(width for width in _COLUMNS if width >= num_lora)
+    return max(_COLUMNS, -(-num_lora // _COLUMNS) * _COLUMNS)
 
 
 def _base(layer: nn.Module) -> nn.Linear:
