@@ -68,8 +68,8 @@ ONE_FAULT = [
     (
         "train: 3",
         "run.yaml:4: train: must be a mapping with the keys epochs, max_steps, learning_rate, batch_size, "
-        "micro_batch_tokens, schedule, decay_ratio, warmup_ratio, weight_decay, max_grad_norm, optimizer, "
-        "checkpoint_every_steps, keep_checkpoints, keep, early_stopping_patience, eval_every_steps; got 3",
+        "batch_tokens, micro_batch_tokens, schedule, decay_ratio, warmup_ratio, weight_decay, max_grad_norm, "
+        "optimizer, checkpoint_every_steps, keep_checkpoints, keep, early_stopping_patience, eval_every_steps; got 3",
     ),
     ("train: {epochs: .inf}", "run.yaml:4: train.epochs: must be a number above 0; got .inf"),
     ("train: {epochs: .nan}", "run.yaml:4: train.epochs: must be a number above 0; got .nan"),
@@ -108,6 +108,10 @@ ONE_FAULT = [
     (
         "performance: {device: cpu, attention: varlen}",
         "run.yaml:4: performance.attention: varlen needs a CUDA device, and performance.device is cpu",
+    ),
+    (
+        "train: {decay_ratio: 0.3}",
+        "run.yaml:4: train.decay_ratio: has no effect on the schedule cosine, only on wsd",
     ),
     # Methods
     (
@@ -159,6 +163,14 @@ ONE_FAULT = [
         "method: {kind: distillation, teacher: t, beta: 1}",
         "run.yaml:4: method.beta: must be a number above 0 and below 1; got 1",
     ),
+    (
+        "method: {kind: distillation, teacher: t, beta: 0.3}",
+        "run.yaml:4: method.beta: has no effect on forward_kl, only on jsd",
+    ),
+    (
+        "method: {kind: distillation, teacher: t, on_policy_max_tokens: 64}",
+        "run.yaml:4: method.on_policy_max_tokens: has no effect: with on_policy_share 0 the student writes nothing",
+    ),
 ]
 
 
@@ -168,6 +180,17 @@ def test_a_fault_is_named_with_its_place_and_the_way_out(tmp_path: Path, line: s
 
 
 WHOLE_FILES = [
+    (
+        "model: {source: a/b}\nmethod: {kind: pretrain}\ntrain: {batch_size: 8, batch_tokens: 4096}\n"
+        "data:\n  train: [{source: x.txt, revision: main}]\n  packing_strategy: wrapped\n  train_on: last\n"
+        "  shuffle_buffer_rows: 10\n",
+        [
+            "run.yaml:3: train.batch_size: train.batch_tokens stands in its place; give one of them",
+            "run.yaml:5: data.train[0].revision: only data sets of the hub have revisions (hub:owner/name)",
+            "run.yaml:7: data.train_on: has no effect: pretrain learns every token of plain text, which has no turns",
+            "run.yaml:8: data.shuffle_buffer_rows: has no effect without data.streaming: all rows are shuffled",
+        ],
+    ),
     ("", ["run.yaml: is empty; a run needs at least model and data"]),
     ("# nothing\n", ["run.yaml: is empty; a run needs at least model and data"]),
     (
@@ -184,7 +207,7 @@ WHOLE_FILES = [
             "trust_remote_code",
             "run.yaml:1: data: required: a mapping with the keys train, eval, max_length, overflow, "
             "train_on, thinking, system, chat_template, "
-            "template_options, packing, num_workers",
+            "template_options, packing, packing_strategy, streaming, shuffle_buffer_rows, num_workers",
         ],
     ),
     (

@@ -12,6 +12,7 @@ from gym_sdk.spec.method import find_method_conflicts
 from gym_sdk.spec.training_free import find_training_free_conflicts
 
 if TYPE_CHECKING:
+    from gym_sdk.spec._base import SpecModel
     from gym_sdk.spec.run import RunSpec
 
 Conflict = tuple[str, str]
@@ -24,6 +25,7 @@ def find_conflicts(spec: RunSpec) -> list[Conflict]:
         *_weights(spec),
         *_training(spec),
         *_rows(spec),
+        *_unread(spec),
         *_hardware(spec),
         *find_method_conflicts(spec),
         *find_training_free_conflicts(spec),
@@ -142,6 +144,28 @@ def _wrapped(spec: RunSpec) -> list[Conflict]:
         elif train.batch_tokens % data.max_length:
             found.append(("train.batch_tokens", f"must be a multiple of data.max_length, {data.max_length}"))
     return found
+
+
+def _unread(spec: RunSpec) -> list[Conflict]:
+    """Settings that are given, and that nothing reads because of another one."""
+    found: list[Conflict] = []
+    train, data = spec.train, spec.data
+    if _is_given(data, "shuffle_buffer_rows") and not data.streaming:
+        found.append(("data.shuffle_buffer_rows", "has no effect without data.streaming: all rows are shuffled"))
+    if _is_given(train, "decay_ratio") and train.schedule != "wsd":
+        found.append(("train.decay_ratio", f"has no effect on the schedule {train.schedule}, only on wsd"))
+    if _is_given(train, "batch_size") and train.batch_tokens is not None:
+        found.append(("train.batch_size", "train.batch_tokens stands in its place; give one of them"))
+    for index, source in enumerate([*data.train, *data.eval.sources]):
+        if source.revision is not None and not source.source.startswith("hub:"):
+            place = f"train[{index}]" if index < len(data.train) else f"eval.sources[{index - len(data.train)}]"
+            found.append((f"data.{place}.revision", "only data sets of the hub have revisions (hub:owner/name)"))
+    return found
+
+
+def _is_given(section: SpecModel, name: str) -> bool:
+    """Whether a setting differs from its default: what else a file says is gone by now."""
+    return getattr(section, name) != type(section).model_fields[name].default
 
 
 def _hardware(spec: RunSpec) -> list[Conflict]:

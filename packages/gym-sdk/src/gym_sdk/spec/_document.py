@@ -175,6 +175,11 @@ class _Builder:
         return SpecError(message, where=Where(file=self.name, line=mark.line + 1, column=mark.column + 1))
 
 
+def parse_path(text: str) -> Path:
+    """What `format_path` wrote."""
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
+
+
 def format_path(path: Path) -> str:
     """`("data", "train", 0, "source")` as `data.train[0].source`."""
     text = ""

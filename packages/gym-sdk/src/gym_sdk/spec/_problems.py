@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gym_sdk.errors import Problem, Where
-from gym_sdk.spec._document import Document, Path, format_path
+from gym_sdk.spec._document import Document, Path, format_path, parse_path
 from gym_sdk.spec._fields import Shape, all_fields, field_shape, format_value
 from gym_sdk.spec._overrides import COMMAND_LINE
 
@@ -72,7 +72,7 @@ class Reporter:
         for each in error.errors(include_url=False):
             if each["type"] == CONFLICT:
                 for text, message in each.get("ctx", {})["conflicts"]:
-                    path = tuple(text.split("."))
+                    path = parse_path(text)
                     found.setdefault(path, self.problem(path, message))
                 continue
             path, shape, missing_from = self.locate(each["loc"])

@@ -43,3 +43,19 @@ class Distillation(SpecModel):
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """The weight of the plain cross-entropy of the rows' own tokens beside the divergence; not where the student wrote
     them."""
+
+
+def find_distillation_conflicts(method: Distillation) -> list[tuple[str, str]]:
+    """Settings of distillation that have no effect beside the others."""
+    found: list[tuple[str, str]] = []
+    if method.beta != Distillation.model_fields["beta"].default and method.divergence != "jsd":
+        found.append(("method.beta", f"has no effect on {method.divergence}, only on jsd"))
+    if not method.on_policy_share and (
+        method.on_policy_max_tokens != Distillation.model_fields["on_policy_max_tokens"].default
+    ):
+        found.append(
+            ("method.on_policy_max_tokens", "has no effect: with on_policy_share 0 the student writes nothing")
+        )
+    if method.sft_weight and method.on_policy_share == 1:
+        found.append(("method.sft_weight", "has no effect: with on_policy_share 1 the student writes every answer"))
+    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gym_sdk.spec._base import SpecModel
-from gym_sdk.spec.distillation import Distillation
+from gym_sdk.spec.distillation import Distillation, find_distillation_conflicts
 from gym_sdk.spec.preference import Cpo, Dpo, Kto, Orpo, Simpo, find_preference_conflicts
 from gym_sdk.spec.scoring import Classification, Reward
 from gym_sdk.spec.training_free import TrainingFreeGrpo
@@ -57,6 +57,8 @@ def find_method_conflicts(spec: RunSpec) -> list[tuple[str, str]]:
             found.append(("evaluation.tasks", f"{method.kind} gives numbers, and these tasks ask for written answers"))
         if spec.output.merge:
             found.append(("output.merge", f"the result of {method.kind} has a head of its own and is not merged"))
-    if isinstance(method, Distillation) and method.sft_weight and method.on_policy_share == 1:
-        found.append(("method.sft_weight", "has no effect: with on_policy_share 1 the student writes every answer"))
+    if isinstance(method, Distillation):
+        found += find_distillation_conflicts(method)
+    if isinstance(method, Pretrain) and spec.data.train_on != "all":
+        found.append(("data.train_on", "has no effect: pretrain learns every token of plain text, which has no turns"))
     return found
