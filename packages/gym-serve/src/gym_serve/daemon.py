@@ -312,6 +312,7 @@ class Daemon:
         yield "gym_engine_waiting", "Requests that wait for their turn in an engine.", stats.num_waiting
         yield "gym_kv_used_tokens", "Positions in use of the key-value cache.", stats.kv_used_tokens
         yield "gym_kv_capacity_tokens", "Positions of the key-value cache.", stats.kv_capacity_tokens
+        yield "gym_prompt_tokens_reused", "Prompt tokens that need not be read again.", stats.num_reused_tokens
         yield "gym_engine_restarts", "Times an engine died and was started anew.", self.serving.num_restarts
         yield "gym_jobs_running", "Jobs with processes.", self.runner.num_running
         yield "gym_jobs_queued", "Jobs that wait.", self.runner.num_queued

@@ -259,6 +259,8 @@ class EngineStats:
     num_generated_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_reused_tokens: int = 0
+    """Prompt tokens that were not read again, because another request had begun with them."""
     num_restarts: int = 0
 
 

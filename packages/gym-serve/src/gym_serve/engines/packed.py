@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ class PackedLinears:
         if not found or num_bytes > _SHARE_OF_FREE_MEMORY * free_bytes or not _works(found[0].weight.dtype):
             return
         for module in found:
-            module.forward = _packed_forward(module)
+            vars(module)["forward"] = _packed_forward(module)  # found before the class's own
             self._modules.append(module)
         _logger.info("linear layers packed layers=%d mb=%d", len(found), num_bytes // 10**6)
 
@@ -51,7 +52,7 @@ class PackedLinears:
     def remove(self) -> None:
         """Undo it."""
         for module in self._modules:
-            del module.forward  # the class's own again
+            del vars(module)["forward"]
         self._modules.clear()
 
 
@@ -83,7 +84,8 @@ def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch
 
 
 def _packed_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
+    given = cast("torch.Tensor | None", module.bias)
+    weight, bias = module.weight.detach(), given.detach() if given is not None else None
     product, least_rows, width = _product(weight, bias), LEAST_ROWS[weight.dtype], weight.shape[1]
 
     def forward(rows: torch.Tensor) -> torch.Tensor:

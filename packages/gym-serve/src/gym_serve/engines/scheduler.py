@@ -1,8 +1,10 @@
 """Who runs in the next step.
 
-First come, first served. Decoding requests stand in slots 0..n-1 and always take part; prompts follow, in the order of
-their slots, as far as the step's token budget reaches. When keys and values outgrow their memory, the youngest request
-gives up its slot and later starts again from its prompt and what it has generated (nothing is lost but time).
+First come, first served. Decoding requests stand in slots 0..n-1 and always take part; prompts follow, in the order
+of their slots, as far as the step's token budget reaches. A prompt whose beginning was read before takes that over;
+one whose beginning is just being read waits for the step to end and takes it over then. When keys and values outgrow
+their memory, the youngest request gives up its slot and later starts again from its prompt and what it has generated
+(nothing is lost but time).
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gym_serve.engines.base import GenerationRequest, TokenStream
+from gym_serve.engines.prefixes import LEAST_TOKENS, PrefixStore, num_shared
 
 if TYPE_CHECKING:
     from gym_serve.engines.grammar import GrammarMatcher
     from gym_serve.engines.sampling import RowSampler
     from gym_serve.engines.slots import SlotCache
+
+
+LEAST_TOKENS_TO_WAIT = 64
+"""A step's wait is worth so many tokens that need not be read twice."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,10 +85,15 @@ class StepPlan:
 class Scheduler:
     """The slots and the queue. `running[s]` is the request in slot s."""
 
-    def __init__(self, cache: SlotCache, *, max_slots: int, step_tokens: int) -> None:
+    def __init__(
+        self, cache: SlotCache, *, max_slots: int, step_tokens: int, prefixes: PrefixStore | None = None
+    ) -> None:
         self.running: list[Running] = []
         self.waiting: deque[Running] = deque()
         self.num_preemptions: int = 0
+        self.num_reused_tokens: int = 0
+        """Positions that were taken over from other requests."""
+        self._prefixes = prefixes
         self._cache = cache
         self._max_slots = max_slots
         self._step_tokens = step_tokens
@@ -107,6 +119,12 @@ class Scheduler:
             self._cache.move(source, hole, moved.length)
             self.running[hole] = moved
 
+    def remember(self, running: Running) -> None:
+        """Keep what a request that ends has in the cache. Called before `remove`."""
+        if self._prefixes is not None and running in self.running:
+            slot = self.running.index(running)
+            self._prefixes.remember(slot, running.request.adapter, running.ids[: running.length])
+
     def plan(self) -> StepPlan:
         """Choose the rows of the next step and make room for them."""
         self._make_room()
@@ -121,6 +139,8 @@ class Scheduler:
             if slot == len(self.running) and not self._admit():
                 break
             running = self.running[slot]
+            if running.length == 0 and self._prefixes is not None and not self._take_over(slot, running, rows):
+                break
             todo = len(running.ids) - running.length
             take = min(todo, budget)
             if not self._reserve(slot + 1, running.length + take):
@@ -138,6 +158,39 @@ class Scheduler:
             num_decoding=num_decoding,
             num_prompt_tokens=sum(len(row.ids) for row in rows[num_decoding:]),
         )
+
+    def _take_over(self, slot: int, running: Running, rows: list[Row]) -> bool:
+        """Copy the longest beginning that is in memory into a request's slot. False when it should wait a step, because
+        much more of its beginning is being read in this one."""
+        assert self._prefixes is not None
+        adapter, ids = (
+            running.request.adapter,
+            running.ids[:-1],
+        )  # the last one is read in any case: its logits are needed
+        started = {row.slot: row.start for row in rows}
+        prefix, length = self._prefixes.find(adapter, ids)
+        source: int | None = None
+        promised = 0
+        for other, each in enumerate(self.running[:slot]):
+            if each.request.adapter != adapter:
+                continue
+            shared = num_shared(each.ids, ids)
+            in_memory = min(shared, started.get(other, each.length))
+            if in_memory > length:
+                source, length = other, in_memory
+            if other in started:
+                promised = max(promised, shared)
+        if promised - length >= LEAST_TOKENS_TO_WAIT:
+            return False
+        if length < LEAST_TOKENS or not self._reserve(slot + 1, length + 1):
+            return True
+        if source is not None:
+            self._cache.move(source, slot, length)
+        elif prefix is not None:
+            self._prefixes.restore(prefix, length, slot)
+        running.length = length
+        self.num_reused_tokens += length
+        return True
 
     def _admit(self) -> bool:
         """Give the oldest waiting request a slot, if there is one and memory for its next tokens."""

@@ -83,6 +83,19 @@ class SlotCache:
             for cached in store.values():
                 cached[target, :, :length] = cached[source, :, :length]
 
+    def read(self, slot: int, length: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of a slot's first `length` keys and values, by layer."""
+        return {
+            layer: (keys[slot, :, :length].clone(), self._values[layer][slot, :, :length].clone())
+            for layer, keys in self._keys.items()
+        }
+
+    def write(self, slot: int, layers: dict[int, tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+        """Put the first `length` of such copies into a slot."""
+        for layer, (keys, values) in layers.items():
+            self._keys[layer][slot, :, :length] = keys[:, :length]
+            self._values[layer][slot, :, :length] = values[:, :length]
+
     def layer(self, index: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a layer; `key` [1, K, T, D] shows its shape the first time."""
         if index not in self._keys:

@@ -32,6 +32,7 @@ from gym_serve.engines.base import (
 from gym_serve.engines.grammar import GrammarCompiler, GrammarMatcher
 from gym_serve.engines.lora import AdapterBank
 from gym_serve.engines.packed import PackedLinears
+from gym_serve.engines.prefixes import PrefixStore
 from gym_serve.engines.sampling import RowSampler, sample
 from gym_serve.engines.scheduler import Running, Scheduler, StepPlan
 from gym_serve.engines.slots import ATTENTION, GROWTH_TOKENS, Segment, SlotCache, StepLayout, attend
@@ -65,6 +66,7 @@ class TransformersEngine:
         kv_cache_bytes: int | None = None,
         tokenizer_json: Path | None = None,
         pack_weights: bool = False,
+        prefix_share: float = 0.0,
     ) -> None:
         """Args:
             model: a causal language model whose attention layers are standard ones.
@@ -75,6 +77,8 @@ class TransformersEngine:
             tokenizer_json: the model's tokenizer, which requests with a grammar need.
             pack_weights: on a processor, keep a second copy of the weights that batches are multiplied faster with (see
                 `packed`); for a model that does not change.
+            prefix_share: the share of that memory that keeps what was read before (see `prefixes`); for a model that
+                does not change.
 
         Raises:
             ModelError: the model's attention cannot be run by slots.
@@ -100,11 +104,13 @@ class TransformersEngine:
             self._give_back()
             raise
         budget = kv_cache_bytes if kv_cache_bytes is not None else int(0.4 * _free_bytes(self._device))
-        max_tokens = max(budget // bytes_per_token, GROWTH_TOKENS)
+        num_kept = int(prefix_share * (budget // bytes_per_token))
+        max_tokens = max(budget // bytes_per_token - num_kept, GROWTH_TOKENS)
         self._context_length = min(self._context_length, max_tokens)
         self._cache = SlotCache(max_slots=max_slots, max_tokens=max_tokens)
+        prefixes = PrefixStore(self._cache, max_tokens=num_kept) if num_kept else None
         self._bank = AdapterBank(base)
-        self._scheduler = Scheduler(self._cache, max_slots=max_slots, step_tokens=step_tokens)
+        self._scheduler = Scheduler(self._cache, max_slots=max_slots, step_tokens=step_tokens, prefixes=prefixes)
         self._counts = {"prompt": 0, "generated": 0, "steps": 0}
         self._pinned: dict[str, int] = {}
         """Requests that hold an adapter, by content id."""
@@ -207,6 +213,7 @@ class TransformersEngine:
             num_generated_tokens=self._counts["generated"],
             num_steps=self._counts["steps"],
             num_preemptions=scheduler.num_preemptions,
+            num_reused_tokens=scheduler.num_reused_tokens,
         )
 
     def close(self) -> None:
@@ -355,6 +362,8 @@ class TransformersEngine:
         self._finish(running, token, Finish(reason, running.num_prompt_tokens, running.num_generated))
 
     def _finish(self, running: Running, *items: Token | Finish | GymError) -> None:
+        if not isinstance(items[-1], GymError):
+            self._scheduler.remember(running)
         self._scheduler.remove(running)
         adapter = running.request.adapter
         if adapter is not None:

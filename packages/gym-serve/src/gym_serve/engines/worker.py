@@ -51,6 +51,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
     pack_weights: bool = True
     """See `gym_serve.engines.packed`; only on a processor."""
+    prefix_share: float = 0.25
+    """See `gym_serve.engines.prefixes`."""
 
 
 class Outbox:
@@ -182,6 +184,7 @@ def load_engine(settings: WorkerSettings) -> Engine:
         kv_cache_bytes=settings.kv_cache_bytes,
         tokenizer_json=folder / "tokenizer.json",
         pack_weights=settings.pack_weights,
+        prefix_share=settings.prefix_share,
     )
 
 
