@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from gym_sdk.cli import console
 from gym_sdk.errors import UserError
 
-app = App(name="bench", help="Measure this machine.")
+app: App = App(name="bench", help="Measure this machine.")
 app.command("gym_data.cli.bench:bench", name="data")
 
 

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from gym_sdk.cli import console
 from gym_sdk.errors import OutputInUse, UserError, Where
 
-app = App(name="experience", help="Experience libraries of training-free GRPO: show, merge, restore, replay.")
+app: App = App(name="experience", help="Experience libraries of training-free GRPO: show, merge, restore, replay.")
 
 
 @app.command

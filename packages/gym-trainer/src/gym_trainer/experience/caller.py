@@ -67,7 +67,9 @@ class Caller:
         on_call: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.journal, self.budget, self.seed = journal, budget, seed
+        self.journal: Journal = journal
+        self.budget: Budget = budget
+        self.seed: int = seed
         self._endpoints, self._replay, self._on_call, self._clock = endpoints, replay, on_call, clock
         self._failures: dict[str, str] = {}
         self._failures_in_a_row = 0

@@ -76,7 +76,9 @@ class ChatEndpoint:
         clock: Clock = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.spec, self.role, self.model = spec, role, model
+        self.spec: EndpointSpec = spec
+        self.role: str = role
+        self.model: str = model
         self._sleep = sleep
         self._random = random.Random(role)
         self._slots = asyncio.Semaphore(spec.max_concurrency)

@@ -152,7 +152,7 @@ class Teacher:
         return reading
 
 
-EMPTY = Reading(operations=(), origins=(), problems=())
+EMPTY: Reading = Reading(operations=(), origins=(), problems=())
 
 
 def verdict_of(rollout: Rollout) -> str | None:

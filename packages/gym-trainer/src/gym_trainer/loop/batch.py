@@ -87,7 +87,7 @@ class StoreRows:
 
     def __init__(self, store: TokenStore) -> None:
         self.store = store
-        self.lengths_N = np.asarray(store.group_lengths)
+        self.lengths_N: np.ndarray = np.asarray(store.group_lengths)
 
     def __len__(self) -> int:
         return len(self.lengths_N)

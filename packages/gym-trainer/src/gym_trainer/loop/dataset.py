@@ -64,7 +64,7 @@ class StreamSteps(torch.utils.data.IterableDataset[StepBatch]):
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
-        self.num_steps = 0
+        self.num_steps: int = 0
         self._places: list[str] = []
 
     def __iter__(self) -> Iterator[StepBatch]:

@@ -17,7 +17,7 @@ class StopRequest:
 
     def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
         """`on_request` runs in the signal handler, once: to tell the user what will happen."""
-        self.requested = False
+        self.requested: bool = False
         self._on_request = on_request
         self._before: dict[int, Any] = {}
 

@@ -27,9 +27,9 @@ class StepMeter:
         self.derived = derived
         self.flops_per_token = flops_per_token
         self.peak_flops_per_s = peak_flops_per_s
-        self.compute_time_s = 0.0
-        self.num_tokens = 0
-        self.num_trained_tokens = 0
+        self.compute_time_s: float = 0.0
+        self.num_tokens: int = 0
+        self.num_trained_tokens: int = 0
         self._reset()
 
     def _reset(self) -> None:

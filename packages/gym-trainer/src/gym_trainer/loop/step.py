@@ -58,7 +58,7 @@ class StepRunner:
     ) -> None:
         """`on_out_of_memory` hears the old and the new micro-batch size in tokens."""
         self.objective = objective
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens: int = micro_batch_tokens
         self.layout: Layout = layout
         self.device = device
         self.on_out_of_memory = on_out_of_memory

@@ -57,7 +57,7 @@ class GymTrainer(Trainer):
         self.runner = runner
         self.train_steps = train_steps
         self.keep_checkpoints = keep_checkpoints
-        self.meter = meter or StepMeter()
+        self.meter: StepMeter = meter or StepMeter()
         self.eval_batch_size = eval_batch_size
         self.loss_chunk_size = loss_chunk_size
         self._build_optimizer = build_optimizer

@@ -73,7 +73,7 @@ class ClassRows:
         self.store = store
         self._starts = np.array([answer_start(store.group(index)[0]) for index in range(store.num_groups)])
         self._numbers = [classes.number(store.group(index)[0]) for index in range(store.num_groups)]
-        self.lengths_N = self._starts
+        self.lengths_N: np.ndarray = self._starts
 
     def __len__(self) -> int:
         return len(self.lengths_N)

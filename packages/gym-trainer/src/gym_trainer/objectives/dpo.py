@@ -31,7 +31,10 @@ class DpoObjective(PairObjective):
     def __init__(self, method: Dpo, reference: Reference) -> None:
         self.method = method
         self.reference = reference
-        self.losses = [(method.loss, method.loss_weight), *((e.name, e.weight) for e in method.extra_losses)]
+        self.losses: list[tuple[str, float]] = [
+            (method.loss, method.loss_weight),
+            *((e.name, e.weight) for e in method.extra_losses),
+        ]
 
     def start(self, start: Start, rows: Sequence[RowSource]) -> list[RowSource]:
         return self.reference.start(start, rows, self._logprobs)

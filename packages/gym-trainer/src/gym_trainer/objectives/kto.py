@@ -106,7 +106,7 @@ class MismatchedRows(StoreRows):
 
     def __init__(self, store: TokenStore, *, seed: int) -> None:
         super().__init__(store)
-        self.max_length = int(np.max(store.lengths, initial=1))
+        self.max_length: int = int(np.max(store.lengths, initial=1))
         self._order = np.random.default_rng((seed, 1)).permutation(len(self))
         self._place = np.argsort(self._order)
 

@@ -28,7 +28,7 @@ class OrpoObjective(PairObjective):
     """-log p(chosen) / length - lambda log sigmoid(log odds ratio) (arXiv 2403.07691, equations 4 to 7)."""
 
     def __init__(self, method: Orpo) -> None:
-        self.weight = method.odds_ratio_weight
+        self.weight: float = method.odds_ratio_weight
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         logprobs, means = _logprobs_and_means(model, micro_batch)

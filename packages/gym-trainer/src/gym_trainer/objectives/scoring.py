@@ -25,7 +25,7 @@ class RewardObjective(PairObjective):
     scores: ClassVar[tuple[str, ...]] = ("reward",)
 
     def __init__(self, method: Reward) -> None:
-        self.centering = method.centering
+        self.centering: float = method.centering
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         rewards = Pairs.of(model.scores(micro_batch)[:, 0])

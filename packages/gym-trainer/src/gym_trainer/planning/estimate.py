@@ -82,11 +82,11 @@ class Simulations:
         self.document_tokens = document_tokens
         self.num_layers: int = config.get_text_config().num_hidden_layers
         pattern = layer_pattern(config)
-        self.lengths = (pattern, min(2 * pattern, self.num_layers))
+        self.lengths: tuple[int, int] = (pattern, min(2 * pattern, self.num_layers))
         short, long = self.lengths
-        self.num_extra = (self.num_layers - short) / (long - short) if long > short else 0.0
+        self.num_extra: float = (self.num_layers - short) / (long - short) if long > short else 0.0
         """Patterns beyond the short model; not whole where the layers are no multiple of the pattern."""
-        self.models = tuple(_build(spec, config, dtype, length) for length in self.lengths)
+        self.models: tuple[nn.Module, ...] = tuple(_build(spec, config, dtype, length) for length in self.lengths)
         self._traces: dict[tuple[int, Layers], list[Trace]] = {}
 
     @classmethod

@@ -56,7 +56,7 @@ class Simulator(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace: Trace = Trace()
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._bytes = 0
 
