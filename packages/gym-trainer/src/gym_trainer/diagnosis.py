@@ -24,12 +24,12 @@ State = Literal["ok", "missing", "note"]
 _CORE = ("gym-sdk", "gym-data", "gym-serve", "gym-trainer")
 _TORCH = ("torch", "transformers", "peft", "accelerate", "safetensors", "tokenizers", "numpy")
 _OPTIONAL = (
-    ("bitsandbytes", "bitsandbytes", "nf4 and int8 bases (model.quantization)", "gym-trainer[cuda]"),
-    ("liger_kernel", "liger-kernel", "fused kernels on CUDA", "gym-trainer[cuda]"),
-    ("flash_attn", "flash-attn", "FlashAttention 2", "gym-trainer[flash]"),
-    ("deepspeed", "deepspeed", "sharding by DeepSpeed", "gym-trainer[deepspeed]"),
-    ("unsloth", "unsloth", "the Unsloth backend", "gym-trainer[unsloth]"),
-    ("lm_eval", "lm-eval", "public benchmarks", "gym-trainer[eval]"),
+    ("bitsandbytes", "bitsandbytes", "nf4 and int8 bases (model.quantization), 8-bit optimizers", "gym-trainer[cuda]"),
+    ("math_verify", "math-verify", "the reward of kind math", "gym-trainer[math]"),
+    ("torchao", "torchao", "train.optimizer adamw_torch_8bit and adamw_torch_4bit", "torchao"),
+    ("schedulefree", "schedulefree", "train.optimizer schedule_free_*", "schedulefree"),
+    ("galore_torch", "galore-torch", "train.optimizer galore_adamw", "galore-torch"),
+    ("apollo_torch", "apollo-torch", "train.optimizer apollo_adamw", "apollo-torch"),
 )
 _LOW_DISK_BYTES = 5e9
 
@@ -165,13 +165,13 @@ def _devices() -> list[Finding]:
 
 
 def _optional() -> list[Finding]:
-    on_linux = sys.platform == "linux"
-    found = []
-    for module, package, purpose, extra in _OPTIONAL:
+    found: list[Finding] = []
+    for module, package, purpose, what in _OPTIONAL:
         if find_spec(module) is not None:
             found.append(Finding(name=package, state="ok", value=f"{_version_of(package)}: {purpose}"))
         else:
-            hint = f'pip install "{extra}"' if on_linux else "on Linux only"
+            is_elsewhere = what == "gym-trainer[cuda]" and sys.platform != "linux"
+            hint = "on Linux only" if is_elsewhere else f'pip install "{what}"'
             found.append(Finding(name=package, state="missing", value=purpose, hint=hint))
     return found
 
