@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from tiny_folder import note_rows, write_tiny_folder
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from gym_data import Tokenizer, prepare
 from gym_sdk.cli._root import run as gym
 from gym_sdk.events import MetricEvent, RunState, read_events
 from gym_sdk.rundir import RunDir, find_runs
+from gym_sdk.spec import load_spec
 
 SPEC = """\
 name: method
@@ -106,7 +111,7 @@ METHODS = {
 }
 
 
-EVERY_TIME = {"{kind: dpo}", "{kind: reward, centering: 0.01}", "{kind: classification}"}
+EVERY_TIME = {"{kind: dpo}", "{kind: classification}"}
 """Those with a way of their own through loading and export; the others in the slow job."""
 
 
@@ -129,6 +134,60 @@ def test_a_method_runs_from_its_file_to_its_artifact(folder: Path, method: str) 
     scores = "reward" in method or "classification" in method
     assert any("score" in key for key in weights) == scores
     assert run.report_path("html").is_file()
+
+
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_plain_transformers_gives_the_rewards_that_training_measured(folder: Path, adapter: str) -> None:
+    write(folder, pairs())
+    rate = "2e-3" if adapter == "full" else "1e-2"
+    arguments = [f"adapter={{kind: {adapter}}}", f"train.learning_rate={rate}", "train.epochs=4"]
+    assert gym(["train", "run.yaml", "method={kind: reward}", *arguments, "--quiet"]) == 0
+    run = only_run(folder)
+    artifact = run.adapter_dir if adapter == "lora" else run.model_dir
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    scores = json.loads((artifact / "gym.json").read_text())["scores"]
+    assert scores == {"labels": ["reward"], "pad_token_id": tokenizer.pad_token_id}
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    if adapter == "lora":
+        base = AutoModelForSequenceClassification.from_pretrained(
+            folder / "tiny", num_labels=1, pad_token_id=scores["pad_token_id"]
+        )
+        model = PeftModel.from_pretrained(base, str(artifact)).eval()
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(artifact).eval()
+        assert model.config.id2label == {0: "reward"}
+    total = {"chosen": 0.0, "rejected": 0.0}
+    held_out = held_out_pairs(folder, run)
+    with torch.no_grad():
+        for pair in held_out:
+            texts = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair[side]}],
+                    tokenize=False,
+                )
+                for side in ("chosen", "rejected")
+            ]
+            batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            for side, value in zip(total, model(**inputs).logits[:, 0].tolist(), strict=True):
+                total[side] += value / len(held_out)
+    measured = metrics(run, held_out=True)[-1]
+    assert measured["eval_rewards/accuracies"] >= 0.9
+    assert total["chosen"] == pytest.approx(measured["eval_rewards/chosen"], rel=1e-4)
+    assert total["rejected"] == pytest.approx(measured["eval_rewards/rejected"], rel=1e-4)
+
+
+def held_out_pairs(folder: Path, run: RunDir) -> list[dict[str, Any]]:
+    """The rows that the run held out: each prompt has a number of its own."""
+    tiny, data = folder / "tiny", load_spec(run.spec_path).data
+    store = prepare(data, tiny, cache_dir=folder / "cache", seed=0, objective="preference").eval
+    assert store is not None
+    tokenizer = Tokenizer.from_folder(tiny)
+    texts = " ".join(tokenizer.decode(store.group(index)[0].ids.tolist()) for index in range(store.num_groups))
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    found = [row for row in rows if row["prompt"] in texts]
+    assert len(found) == store.num_groups
+    return found
 
 
 @pytest.mark.slow

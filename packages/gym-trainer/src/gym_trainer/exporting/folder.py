@@ -15,6 +15,7 @@ from typing import Any
 from gym_data import ChatRenderer, Tokenizer
 from gym_sdk.errors import OutputInUse, Where
 from gym_serve.models import ResolvedModel
+from gym_trainer.exporting.score import scores_of, write_padding
 from gym_trainer.loop.checkpoint import sync_folder
 
 METADATA_NAME = "gym.json"
@@ -105,6 +106,10 @@ def write_companions(folder: Path, base: Base, model: Any, metadata: dict[str, A
             shutil.copyfile(source / name, folder / name)
     if (source / _TEMPLATES_FOLDER).is_dir():
         shutil.copytree(source / _TEMPLATES_FOLDER, folder / _TEMPLATES_FOLDER, dirs_exist_ok=True)
+    scores = scores_of(model)
+    if scores is not None:
+        write_padding(folder, base.tokenizer, scores["pad_token_id"])
+        metadata = metadata | {"scores": scores}
     stop_ids = list(base.renderer.stop_ids)
     config = getattr(model, "generation_config", None)  # a model that scores has none
     generation = config.to_diff_dict() if config is not None else {}

@@ -1,19 +1,47 @@
-"""What a model that scores must carry, so that plain transformers reads the same position as training did."""
+"""What a model that scores must carry, so that plain transformers reads the same position as training did.
+
+transformers' classifiers score the last token whose id is not the padding's. Where padding is the end-of-turn token, as
+in many chat models, that is the token before the end; so the configuration and the tokenizer get another padding token.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from gym_data import Tokenizer
+from gym_serve.models.load import SCORE_HEAD
 
 
 def set_padding(model: Any, tokenizer: Tokenizer) -> None:
-    """Give the configuration a padding token that no text ends with.
-
-    transformers' classifiers score the last token whose id is not the padding's. Where padding is the end-of-turn
-    token, as in many chat models, that is the token before the end.
-    """
-    pad: int | None = tokenizer.pad_id
-    if pad in tokenizer.eos_ids:
-        pad = next((t.id for t in tokenizer.added_tokens if t.special and t.id not in tokenizer.eos_ids), None)
+    """Give the configuration a padding token that no text ends with."""
+    pad = _padding(tokenizer)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = pad
+
+
+def scores_of(model: Any) -> dict[str, Any] | None:
+    """What the head's outputs are called, and the padding's id; None for a model that writes text."""
+    if not hasattr(model, SCORE_HEAD):
+        return None
+    labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    return {"labels": labels, "pad_token_id": model.config.pad_token_id}
+
+
+def write_padding(folder: Path, tokenizer: Tokenizer, pad_token_id: int | None) -> None:
+    """Let the artifact's tokenizer pad with the token that its model takes for padding."""
+    path = folder / "tokenizer_config.json"
+    token = next((token.text for token in tokenizer.added_tokens if token.id == pad_token_id), None)
+    if token is None or not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["pad_token"] = token
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _padding(tokenizer: Tokenizer) -> int | None:
+    """The tokenizer's own where no text ends with it, else another special token; None where there is none."""
+    if tokenizer.pad_id not in tokenizer.eos_ids:
+        return tokenizer.pad_id
+    taken = {*tokenizer.eos_ids, tokenizer.bos_id}
+    return next((token.id for token in tokenizer.added_tokens if token.special and token.id not in taken), None)
