@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gym_sdk.spec._base import SpecModel
+from gym_sdk.spec.adapter import is_whole_model
 
 if TYPE_CHECKING:
     from gym_sdk.spec.run import RunSpec
@@ -15,7 +16,7 @@ ReferenceKind = Literal["auto", "adapter_disabled", "frozen_copy", "precomputed"
 
 _SMOOTHED = ("sigmoid", "robust")
 """The losses that read `label_smoothing`."""
-_UNTOUCHED_BASE = ("default",)
+_UNTOUCHED_BASE = ("default", "eva")
 """Adapter initialisations that leave the base as it is, so that switching the adapter off gives the first model."""
 
 
@@ -149,7 +150,7 @@ def chosen_reference(spec: RunSpec) -> Literal["adapter_disabled", "frozen_copy"
     wanted: ReferenceKind = getattr(spec.method, "reference", "auto")
     if wanted != "auto":
         return wanted
-    if _trains_base_weights(spec):
+    if is_whole_model(spec.adapter):
         return "precomputed"
     return "frozen_copy" if _why_not_disabled(spec) else "adapter_disabled"
 
@@ -175,13 +176,9 @@ def find_preference_conflicts(spec: RunSpec) -> list[tuple[str, str]]:
     return found
 
 
-def _trains_base_weights(spec: RunSpec) -> bool:
-    return spec.adapter.kind in ("full", "freeze")
-
-
 def _why_not_disabled(spec: RunSpec) -> str | None:
     adapter = spec.adapter
-    if _trains_base_weights(spec):
+    if is_whole_model(adapter):
         return f"adapter kind {adapter.kind} has no adapter to switch off"
     if getattr(adapter, "init_from", None) is not None:
         return "the run starts from adapter.init_from, and without that adapter the model is an earlier one"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, FreezeAdapter, FullAdapter, LoraAdapter
+from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import frozen_experts_note
 from gym_trainer.adapters.peft_configs import left_out_of_all_linear, peft_config, require_modules
 
@@ -103,6 +104,8 @@ def _freeze_all_but_last(
     if new_token_ids:
         head = model.get_output_embeddings()
         others += [model.get_input_embeddings(), *([head] if head is not None else [])]
+    if hasattr(model, SCORE_HEAD):
+        others.append(getattr(model, SCORE_HEAD))
     for module in [*layers[-adapter.num_layers :], *others]:
         for parameter in module.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
