@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -293,6 +294,32 @@ class TestReference:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, moved[name])
         assert any(not torch.equal(before[name], moved[name]) for name in before)
+
+    @pytest.mark.parametrize("kind", ["disabled", "copy"])
+    def test_a_reference_is_the_same_one_under_fused_layers(self, kind: str, tmp_path: Any) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        from gym_trainer.fast.attention import PER_DOCUMENT, attention_of
+        from gym_trainer.fast.fused.apply import fused_layers
+        from gym_trainer.objectives.reference import AdapterDisabled, FrozenCopy
+
+        results = []
+        for fused in (False, True):
+            model = get_peft_model(known_model(1.0), LoraConfig(r=4, target_modules="all-linear")).double().train()
+            objective = build_preference(Dpo(beta=0.3), AdapterDisabled() if kind == "disabled" else FrozenCopy())
+            with ExitStack() as stack:
+                stack.enter_context(attention_of(model.get_base_model(), PER_DOCUMENT))
+                if fused:
+                    stack.enter_context(fused_layers(model))
+                rows = objective.start(start_of(objective, model, tmp_path), [StoreRows(pair_store())])[0]  # type: ignore[arg-type]
+                self._trained(model)
+                results.append((measure(objective, model, rows, tokens=60), gradients(model)))  # type: ignore[arg-type]
+        (plain, slopes), (under, fused_slopes) = results
+        assert abs(plain.metrics["rewards/margins"][0]) > 1e-3
+        assert under.loss == pytest.approx(plain.loss, rel=1e-6)
+        assert under.metrics["rewards/margins"][0] == pytest.approx(plain.metrics["rewards/margins"][0], abs=1e-5)
+        for name, gradient in fused_slopes.items():
+            torch.testing.assert_close(gradient, slopes[name], rtol=1e-4, atol=1e-7, msg=name)
 
     def test_a_reference_has_no_dropout_whatever_the_policy_has(self, tmp_path: Any) -> None:
         from gym_trainer.loop.forward import ForwardModel
