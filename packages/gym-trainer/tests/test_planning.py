@@ -166,6 +166,20 @@ def test_the_data_gives_steps_time_and_cost():
     assert 120 <= result.micro_batch_tokens <= 50 * 16 * room
 
 
+def test_a_pair_may_be_twice_as_long_as_a_row_and_a_copy_of_the_reference_is_counted():
+    config = LlamaConfig(num_hidden_layers=2, **SMALL)
+    data = DataShape(num_rows=100, num_tokens=15_000, longest_row_tokens=240)
+    lengths = {"data": {"train": [{"source": "d"}], "max_length": 128}}
+    alone = plan(_spec(**lengths), config, DEVICES["l4"], data=data)
+    pairs = plan(_spec(method={"kind": "dpo"}, **lengths), config, DEVICES["l4"], data=data)
+    assert pairs.micro_batch_tokens >= 240
+    assert alone.memory.weights == pairs.memory.weights
+    copied = plan(
+        _spec(method={"kind": "dpo", "reference": "frozen_copy"}, **lengths), config, DEVICES["l4"], data=data
+    )
+    assert copied.memory.weights - pairs.memory.weights == 4 * copied.num_trained
+
+
 def test_the_plan_survives_json_and_reads_well():
     config = LlamaConfig(num_hidden_layers=4, **SMALL)
     result = plan(_spec(), config, DEVICES["rtx-4090"])

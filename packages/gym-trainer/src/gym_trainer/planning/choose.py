@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from gym_sdk.errors import DoesNotFit, UserError
+from gym_sdk.spec import Dpo, Kto
 from gym_sdk.spec.adapter import LoraAdapter
+from gym_sdk.spec.preference import chosen_reference
 from gym_trainer.fast import attention
 from gym_trainer.fast.apply import FastPath
 from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, SpeedPlan
 from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
 from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
-from gym_trainer.planning.memory import MemoryPlan, overhead
+from gym_trainer.planning.memory import MemoryPlan, StaticMemory, overhead
 from gym_trainer.planning.parts import parts_of, why_not_compiled, why_not_fused
 from gym_trainer.planning.speed import Work
 
@@ -76,8 +78,8 @@ def plan(
     hardware = _limited(spec, hardware)
     dtype = _dtype(spec, hardware)
     choice = _attention(spec, config, hardware, dtype)
-    longest = min(data.longest_row_tokens if data else spec.data.max_length, spec.data.max_length)
-    document_tokens = data.mean_row_tokens if data else spec.data.max_length
+    longest = min(data.longest_row_tokens, _row_limit(spec)) if data else _row_limit(spec)
+    document_tokens = max(1, (data.mean_row_tokens if data else _row_limit(spec)) // _documents_per_row(spec))
     fast = FastPath()
     simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
     unfused = why_not_fused(spec, hardware, simulations.models[0])
@@ -236,21 +238,38 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
     static = estimator.static()
     accumulates = micro_batch.num_tokens < step_tokens
     early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
+    reference = _reference_bytes(estimator.spec, static)
     peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)
     activations = min(peak, micro_batch.memory.activations(estimator.num_layers, num_recomputed))
     return MemoryPlan(
-        weights=static.frozen_weights + static.trained_weights,
+        weights=static.frozen_weights + static.trained_weights + reference,
         gradients=early,
         optimizer=static.optimizer,
         activations=activations,
         workspace=peak - activations,
-        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak),
+        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak + reference),
         limit=estimator.hardware.memory_bytes,
     )
 
 
 def _step_tokens(spec: RunSpec, data: DataShape | None) -> int:
-    return (data.mean_row_tokens if data else spec.data.max_length) * spec.batch_rows
+    return (data.mean_row_tokens if data else _row_limit(spec)) * spec.batch_rows
+
+
+def _documents_per_row(spec: RunSpec) -> int:
+    """A pair's two answers are two documents that are never split between micro-batches."""
+    return 2 if getattr(spec.method, "data_objective", "sft") == "preference" else 1
+
+
+def _row_limit(spec: RunSpec) -> int:
+    """The most tokens of a row: `data.max_length` holds for each of its documents."""
+    return _documents_per_row(spec) * spec.data.max_length
+
+
+def _reference_bytes(spec: RunSpec, static: StaticMemory) -> int:
+    """What a preference method keeps to compare with: the trained weights as they were, where it copies them."""
+    keeps = isinstance(spec.method, Dpo | Kto) and chosen_reference(spec) == "frozen_copy"
+    return static.trained_weights if keeps else 0
 
 
 def _best(fitting: list[_Candidate]) -> _Candidate:

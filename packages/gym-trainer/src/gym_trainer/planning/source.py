@@ -44,11 +44,12 @@ def data_shape(spec: RunSpec, folder: Path) -> DataShape:
     from gym_data import open_stream, prepare
     from gym_sdk.folders import cache_dir
 
+    objective = getattr(spec.method, "data_objective", None)
     if spec.data.streaming:
-        streamed = open_stream(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed)
+        streamed = open_stream(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed, objective=objective)
         streamed.train.close()
         return shape_of(spec, streamed)
-    return shape_of(spec, prepare(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed))
+    return shape_of(spec, prepare(spec.data, folder, cache_dir=cache_dir(), seed=spec.seed, objective=objective))
 
 
 def shape_of(spec: RunSpec, data: Prepared | Streamed) -> DataShape:
