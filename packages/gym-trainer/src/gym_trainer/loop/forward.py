@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,11 +37,8 @@ class ForwardModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
         self.body: nn.Module | None = None
         self.head: OutputHead | None = None
-        self.head_problem: str | None = None
-        try:
+        with suppress(HeadNotLinear):
             self.body, self.head = split(unwrapped)
-        except HeadNotLinear as error:
-            self.head_problem = error.message
         self._scorer: nn.Module | None = getattr(causal, SCORE_HEAD, None)
         if self._scorer is not None:
             self.body = getattr(causal, causal.base_model_prefix)

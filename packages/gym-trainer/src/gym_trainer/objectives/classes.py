@@ -71,7 +71,7 @@ class ClassRows:
     def __init__(self, store: TokenStore, classes: Classes) -> None:
         """Reads every answer once, so that a row that is no class is found before training."""
         self.store = store
-        self._starts = np.array([answer_start(store.group(index)[0]) for index in range(store.num_groups)])
+        self._starts = np.array([answer_start(store.group(index)[0].loss_mask) for index in range(store.num_groups)])
         self._numbers = [classes.number(store.group(index)[0]) for index in range(store.num_groups)]
         self.lengths_N: np.ndarray = self._starts
 
@@ -88,13 +88,14 @@ class ClassRows:
         return f"row {self.store.group(index)[0].row}"
 
 
-def answer_start(document: Document) -> int:
-    """Where the last run of trained tokens begins."""
-    edges = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8), prepend=0) == 1)
+def answer_start(loss_mask: np.ndarray) -> int:
+    """Where the last run of trained tokens begins, in the uint8 mask [L] of a document."""
+    edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0) == 1)
     return int(edges[-1])
 
 
 def answer(document: Document, tokenizer: Tokenizer) -> str:
     """The text of the last answer, without what ends it."""
-    trained = document.ids[answer_start(document) :][document.loss_mask[answer_start(document) :] == 1]
+    start = answer_start(document.loss_mask)
+    trained = document.ids[start:][document.loss_mask[start:] == 1]
     return tokenizer.decode(trained.tolist(), skip_special=True).strip()

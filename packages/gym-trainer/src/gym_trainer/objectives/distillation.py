@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Teacher:
     """A model on disk, with the vocabulary that it must share."""
 
     resolved: ResolvedModel
-    quantization: Any
+    quantization: Literal["none", "nf4", "int8"]
     trust_remote_code: bool
 
     def load(self, start: Start) -> Any:
@@ -124,7 +125,7 @@ def _imitated(batch: MicroBatch) -> Tensor:
     return examples_N[batch.document_ids_T[positions_K]]
 
 
-def resolve_teacher(spec: RunSpec, student_folder: Any) -> Teacher:
+def resolve_teacher(spec: RunSpec, student_folder: Path) -> Teacher:
     """The teacher of a specification, downloaded where it must be, its vocabulary compared before any weight is read.
 
     Raises:

@@ -55,12 +55,12 @@ def _draw(*key: int) -> np.random.Generator:
 
 def _prompt(row: Row) -> np.ndarray:
     (document,) = row.documents
-    return np.asarray(document.ids[: answer_start(document)])
+    return np.asarray(document.ids[: answer_start(document.loss_mask)])
 
 
 def _row(row: Row, prompt: np.ndarray, answer: Sequence[int]) -> Row:
     ids = np.concatenate([prompt, np.asarray(answer, np.uint32)])
     mask = np.zeros(len(ids), np.uint8)
     mask[len(prompt) :] = 1
-    own = Document(ids, mask, getattr(row.documents[0], "row", 0), DocumentRole.PLAIN)
+    own = Document(ids, mask, row.index, DocumentRole.PLAIN)
     return replace(row, documents=(own,), written_by_model=True)

@@ -45,14 +45,20 @@ def squared_to_target(difference_P: Tensor, tau: float) -> Tensor:
     return (difference_P - 1 / (2 * tau)).square()
 
 
-def pair_metrics(rewards: Pairs, logprobs: Pairs) -> dict[str, Ratio]:
-    """Means over pairs: implicit rewards, how often the chosen one is higher, and the answers' log-probabilities."""
+def reward_metrics(rewards: Pairs) -> dict[str, Ratio]:
+    """Means over pairs: rewards, their margin, and how often the chosen one is higher."""
     margins_P = rewards.difference().detach()
     return {
         "rewards/chosen": Ratio.mean(rewards.chosen_P),
         "rewards/rejected": Ratio.mean(rewards.rejected_P),
         "rewards/margins": Ratio.mean(margins_P),
         "rewards/accuracies": Ratio.mean((margins_P > 0).double()),
+    }
+
+
+def pair_metrics(rewards: Pairs, logprobs: Pairs) -> dict[str, Ratio]:
+    """The implicit rewards' metrics, and the answers' mean log-probabilities."""
+    return reward_metrics(rewards) | {
         "logps/chosen": Ratio.mean(logprobs.chosen_P),
         "logps/rejected": Ratio.mean(logprobs.rejected_P),
     }

@@ -16,7 +16,7 @@ from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.objectives.base import LossSum, Objective, Ratio, Unit
 from gym_trainer.objectives.classes import LABEL, Classes, ClassRows
 from gym_trainer.objectives.logprobs import Pairs
-from gym_trainer.objectives.preference import PairObjective
+from gym_trainer.objectives.preference import PairObjective, reward_metrics
 
 
 class RewardObjective(PairObjective):
@@ -29,17 +29,10 @@ class RewardObjective(PairObjective):
 
     def loss(self, model: ForwardModel, micro_batch: MicroBatch, statistics: dict[str, float]) -> LossSum:
         rewards = Pairs.of(model.scores(micro_batch)[:, 0])
-        margins_P = rewards.difference()
-        losses_P = -logsigmoid(margins_P)
+        losses_P = -logsigmoid(rewards.difference())
         if self.centering:
             losses_P = losses_P + self.centering * (rewards.chosen_P + rewards.rejected_P).square()
-        metrics = {
-            "rewards/chosen": Ratio.mean(rewards.chosen_P),
-            "rewards/rejected": Ratio.mean(rewards.rejected_P),
-            "rewards/margins": Ratio.mean(margins_P),
-            "rewards/accuracies": Ratio.mean((margins_P > 0).double()),
-        }
-        return LossSum(losses_P.sum(), metrics)
+        return LossSum(losses_P.sum(), reward_metrics(rewards))
 
 
 class ClassificationObjective(Objective):
