@@ -34,7 +34,7 @@ from gym_serve.engines.base import (
     check_request,
 )
 from gym_serve.engines.grammar import check_grammar
-from gym_serve.engines.vllm_server import AttachedServer, StartedServer, VllmServer, is_healthy
+from gym_serve.engines.vllm_server import AttachedServer, StartedServer, VllmServer
 from gym_serve.engines.vllm_wire import completion_body, error_message, read_chunk, refusal
 from gym_serve.models import ResolvedModel, inspect_adapter
 from gym_serve.settings import EngineSettings
@@ -45,6 +45,8 @@ QUIET_S = 300.0
 """An answer that says nothing for so long has broken off."""
 LOAD_S = 300.0
 _WATCH_S = 1.0
+_MISSES = 3
+"""Looks in a row at which a server that runs gave no answer: one that is busy may be late once."""
 _WAITS_S = (0.0, 1.0, 2.0, 5.0, 15.0, 60.0)
 T = TypeVar("T")
 
@@ -298,14 +300,17 @@ class VllmEngine:
 
     def _watch(self) -> None:
         """Looks after the server, and brings it back."""
+        missed = 0
         while True:
             with self._changed:
                 self._changed.wait(self._watch_s)
                 if self._closing:
                     return
             ended = self._server.has_ended()
-            if ended is None and is_healthy(self._server.url):
+            missed = 0 if self._server.is_healthy() else missed + 1
+            if ended is None and missed < _MISSES:
                 continue
+            missed = 0
             self._alive = False
             self._counts["restarts"] += 1
             failure = EngineError(f"the vLLM server {ended or 'does not answer'}", hint="send the request again")

@@ -29,6 +29,7 @@ from gym_serve.settings import EngineSettings
 BASE_NAME = "base"
 """The name of the base model in a server that the daemon starts."""
 _POLL_S = 0.2
+_HEALTH_S = 10.0
 _END_S = 20.0
 _PR_SET_PDEATHSIG = 1
 _LOG = 2
@@ -48,6 +49,10 @@ class VllmServer(Protocol):
         when it is no longer wanted."""
         ...
 
+    def is_healthy(self) -> bool:
+        """Whether it answers and its engine lives."""
+        ...
+
     def has_ended(self) -> str | None:
         """How the server's process ended, where there is one and it did."""
         ...
@@ -57,12 +62,29 @@ class VllmServer(Protocol):
         ...
 
 
-class AttachedServer:
+class _Watched:
+    """What both kinds share: an address whose health is asked for."""
+
+    url: str = ""
+
+    def __init__(self) -> None:
+        self._client = httpx.Client(timeout=_HEALTH_S)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers and its engine lives."""
+        try:
+            return self._client.get(f"{self.url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class AttachedServer(_Watched):
     """A server that someone else runs."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Raises UserError where the key's variable is not set."""
-        self.url: str = settings.vllm_url.rstrip("/").removesuffix("/v1")
+        super().__init__()
+        self.url = settings.vllm_url.rstrip("/").removesuffix("/v1")
         self.api_key: str = ""
         self.base_name: str = ""
         if variable := settings.vllm_api_key_env:
@@ -74,7 +96,7 @@ class AttachedServer:
     def start(self, *, is_wanted: Callable[[], bool]) -> None:
         """Waits until it is healthy."""
         deadline = time.monotonic() + self._start_timeout_s
-        while not is_healthy(self.url):
+        while not self.is_healthy():
             if not is_wanted():
                 return
             if time.monotonic() > deadline:
@@ -91,11 +113,11 @@ class AttachedServer:
         """It is not ours to end."""
 
 
-class StartedServer:
+class StartedServer(_Watched):
     """`vllm serve` as a child process on a free loopback port, with a key that nobody else has."""
 
     def __init__(self, model: ResolvedModel, settings: EngineSettings) -> None:
-        self.url: str = ""
+        super().__init__()
         self.api_key: str = secrets.token_urlsafe(24)
         self.base_name: str = BASE_NAME
         self._model = model
@@ -137,7 +159,7 @@ class StartedServer:
         self._process = _spawn(self.command(port), environment)
         self.url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + self._settings.vllm_start_timeout_s
-        while is_wanted() and not is_healthy(self.url):
+        while is_wanted() and not self.is_healthy():
             if (ended := self.has_ended()) is not None:
                 raise ModelError(f"vLLM {ended} before it answered; its log is in the daemon's")
             if time.monotonic() > deadline:
@@ -163,14 +185,6 @@ class StartedServer:
         if process.returncode is None:
             process.kill()
             process.wait()
-
-
-def is_healthy(url: str) -> bool:
-    """Whether a server answers and its engine lives."""
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _visible(settings: EngineSettings) -> dict[str, str]:
