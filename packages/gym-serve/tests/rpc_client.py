@@ -55,10 +55,14 @@ class RpcClient:
         """Every response of a stream."""
         return list(self.stream(service, method, request, timeout))
 
+    def reflected(self) -> ProtoReflectionDescriptorDatabase:
+        """What the server says of its own schema."""
+        channel = grpc.intercept_channel(self.channel, _Metadata(self._metadata))
+        return ProtoReflectionDescriptorDatabase(channel)
+
     def reflect(self) -> list[str]:
         """The services that reflection names."""
-        channel = grpc.intercept_channel(self.channel, _Metadata(self._metadata))
-        return sorted(ProtoReflectionDescriptorDatabase(channel).get_services())
+        return sorted(self.reflected().get_services())
 
     def __enter__(self) -> RpcClient:
         return self

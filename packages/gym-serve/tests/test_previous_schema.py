@@ -19,19 +19,25 @@ from daemon_process import DaemonProcess
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
+from rpc_client import RpcClient
 
 RELEASED = Path(__file__).resolve().parents[3] / "proto" / "released.binpb"
 ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 ROWS = (json.dumps(ROW) + "\n").encode() * 3
 
 
-class OldClient:
-    """Calls by the released schema."""
+def released_schema() -> DescriptorPool:
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString(RELEASED.read_bytes()).file:
+        pool.Add(file)  # pyright: ignore[reportUnknownMemberType]
+    return pool
 
-    def __init__(self, address: str, key: str) -> None:
-        self.pool = DescriptorPool()
-        for file in FileDescriptorSet.FromString(RELEASED.read_bytes()).file:
-            self.pool.Add(file)  # pyright: ignore[reportUnknownMemberType]
+
+class OldClient:
+    """Calls by the released schema, or by another one that is given."""
+
+    def __init__(self, address: str, key: str, pool: DescriptorPool | None = None) -> None:
+        self.pool = pool or released_schema()
         self.channel = grpc.insecure_channel(address)
         self._metadata = [("authorization", f"Bearer {key}")]
 
@@ -111,3 +117,15 @@ def test_every_released_method_is_still_answered(old: OldClient, shared_daemon: 
                 codes[method.name] = error.code()  # type: ignore[attr-defined]
     assert len(codes) > 35
     assert not {"UNIMPLEMENTED", "INTERNAL", "UNKNOWN"} & {code.name for code in codes.values()}, codes
+
+
+def test_a_client_that_knows_nothing_learns_the_calls_by_reflection(shared_daemon: DaemonProcess) -> None:
+    """As grpcurl does: names, messages and calls from the server alone."""
+    with RpcClient(shared_daemon.grpc_address, shared_daemon.key) as rpc:
+        learned = DescriptorPool(rpc.reflected())
+        client = OldClient(shared_daemon.grpc_address, shared_daemon.key, learned)
+        assert client.call("ServerService", "GetServerInfo").version
+        chat = {"model": "tiny", "messages": [client.message("ChatMessage", role=3, parts=[{"text": "say:learned"}])]}
+        answer = client.call("InferenceService", "CreateChatCompletion", input=chat)
+        assert answer.choices[0].message.parts[0].text == "learned"
+        client.channel.close()
