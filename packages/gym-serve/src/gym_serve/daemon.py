@@ -31,7 +31,7 @@ from gym_serve.catalog import EVERYONE, Catalog, Model
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.service import FileService
 from gym_serve.generation import Generation
-from gym_serve.gpus import plan_gpus
+from gym_serve.gpus import GpuPlan, plan_gpus
 from gym_serve.grpc import convert
 from gym_serve.grpc.dispatch import Method, methods
 from gym_serve.grpc.files import FileRpc
@@ -59,7 +59,7 @@ from gym_serve.metrics import Metrics
 from gym_serve.serving import Presence, Serving, find_factory
 from gym_serve.settings import Settings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ADDRESS_FILE = "daemon.json"
 """In the data directory: the addresses and process id of the daemon that runs there."""
@@ -70,29 +70,29 @@ class Daemon:
 
     def __init__(self, settings: Settings) -> None:
         """Opens the data directory. Raises `OutputInUse` where another daemon has it."""
-        self.settings = settings
+        self.settings: Settings = settings
         data_dir = settings.data_dir
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = _lock(data_dir)
-        self.database = Database(data_dir / "gym.db")
-        self.metrics = Metrics()
+        self.database: Database = Database(data_dir / "gym.db")
+        self.metrics: Metrics = Metrics()
         environment_keys = take_environment_keys(os.environ)
         job_keys = JobKeys(data_dir / "jobs.secret")
-        self.keyring = Keyring(self.database, environment_keys, job_keys)
+        self.keyring: Keyring = Keyring(self.database, environment_keys, job_keys)
         self._check_bind(environment_keys.values())
-        self.rates = RateLimiter(settings.limits)
-        self.streams = StreamLimiter(settings.limits)
-        self.files = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
-        self.catalog = Catalog(self.database, data_dir / "models")
-        self.gpus = plan_gpus(settings, count_gpus(os.environ))
+        self.rates: RateLimiter = RateLimiter(settings.limits)
+        self.streams: StreamLimiter = StreamLimiter(settings.limits)
+        self.files: FileService = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
+        self.catalog: Catalog = Catalog(self.database, data_dir / "models")
+        self.gpus: GpuPlan = plan_gpus(settings, count_gpus(os.environ))
         engine = settings.engine.model_copy(update={"device": self.gpus.device})
-        self.serving = Serving(self.catalog, engine, find_factory(engine.kind))
-        self.generation = Generation(self.catalog, self.serving, self.metrics, settings)
-        self.results = JobResults(self.database, self.files, self.catalog, self.serving.load_beside)
-        self.num_gpus = self.gpus.num_for_jobs
+        self.serving: Serving = Serving(self.catalog, engine, find_factory(engine.kind))
+        self.generation: Generation = Generation(self.catalog, self.serving, self.metrics, settings)
+        self.results: JobResults = JobResults(self.database, self.files, self.catalog, self.serving.load_beside)
+        self.num_gpus: int = self.gpus.num_for_jobs
         changes = Changes()
         jobs_dir = data_dir / "jobs"
-        self.runner = JobRunner(
+        self.runner: JobRunner = JobRunner(
             database=self.database,
             launcher=LocalLauncher(),
             settings=settings.jobs,
@@ -104,7 +104,7 @@ class Daemon:
             job_key=job_keys.secret_of,
             metrics=self.metrics,
         )
-        self.jobs = JobService(
+        self.jobs: JobService = JobService(
             database=self.database,
             files=self.files,
             models=self.catalog,
@@ -115,9 +115,9 @@ class Daemon:
             jobs_dir=jobs_dir,
             own_url=lambda: self.http_url,
         )
-        self.draining = False
-        self.http_url = ""
-        self.grpc_target = ""
+        self.draining: bool = False
+        self.http_url: str = ""
+        self.grpc_target: str = ""
         self._first: Model | None = None
         self._yielded = False
         self._background: list[asyncio.Task[None]] = []

@@ -196,12 +196,13 @@ class ServiceError(GymError):
         """`field` is short for one violation with the message itself. `http_status` and `openai_code` stand in for the
         reason's own where OpenAI's API has words for this very case."""
         super().__init__(message, hint=hint)
-        self.reason = reason
-        self.violations = tuple(violations) or ((FieldViolation(field=field, description=message),) if field else ())
-        self.retry_after_s = retry_after_s
-        self.metadata = metadata or {}
-        self.http_status = http_status or reason.terms.http_status
-        self.openai_code = openai_code or reason.terms.openai_code
+        own = (FieldViolation(field=field, description=message),) if field else ()
+        self.reason: Reason = reason
+        self.violations: tuple[FieldViolation, ...] = tuple(violations) or own
+        self.retry_after_s: float | None = retry_after_s
+        self.metadata: dict[str, str] = metadata or {}
+        self.http_status: int = http_status or reason.terms.http_status
+        self.openai_code: str = openai_code or reason.terms.openai_code
 
     @property
     def field(self) -> str | None:

@@ -25,7 +25,7 @@ from gym_serve.metrics import Metrics
 from gym_serve.serving import Ready, Serving
 from gym_serve.settings import Settings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Answer:
@@ -33,9 +33,9 @@ class Answer:
 
     def __init__(self, model: Model, prefix: str, stream: AnswerStream, metrics: Metrics, arrived: float) -> None:
         """`arrived` is when the request came, on `time.monotonic()`'s clock."""
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.created_at = time.time()
-        self.model = model
+        self.id: str = f"{prefix}-{uuid.uuid4().hex}"
+        self.created_at: float = time.time()
+        self.model: Model = model
         """The version that answers, whatever its name comes to mean meanwhile."""
         self._stream = stream
         self._metrics = metrics

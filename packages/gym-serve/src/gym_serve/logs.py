@@ -16,7 +16,7 @@ from gym_serve.settings import LogSettings
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 """The id of the call that is being worked on; a background task has none."""
 
-audit = logging.getLogger("gym_serve.audit")
+audit: logging.Logger = logging.getLogger("gym_serve.audit")
 """One line for each call that needs the admin scope, and for each one that was refused for want of a key or a scope."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

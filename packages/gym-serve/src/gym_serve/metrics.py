@@ -17,38 +17,38 @@ class Metrics:
     """One daemon's numbers, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self.registry: CollectorRegistry = CollectorRegistry()
+        self.requests: Counter = Counter(
             "gym_requests",
             "Calls by interface (http, grpc), route or method, and status.",
             ("interface", "route", "status"),
             registry=self.registry,
         )
-        self.request_seconds = Histogram(
+        self.request_seconds: Histogram = Histogram(
             "gym_request_seconds",
             "Time from a call's arrival to the end of its answer.",
             ("interface", "route"),
             buckets=_LATENCY_S,
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("gym_prompt_tokens", "Token ids read in prompts.", registry=self.registry)
-        self.generated_tokens = Counter("gym_generated_tokens", "Token ids generated.", registry=self.registry)
-        self.first_token_seconds = Histogram(
+        self.prompt_tokens: Counter = Counter("gym_prompt_tokens", "Token ids read in prompts.", registry=self.registry)
+        self.generated_tokens: Counter = Counter("gym_generated_tokens", "Token ids generated.", registry=self.registry)
+        self.first_token_seconds: Histogram = Histogram(
             "gym_time_to_first_token_seconds",
             "Time from a generation request's arrival to its first token.",
             buckets=_LATENCY_S,
             registry=self.registry,
         )
-        self.token_seconds = Histogram(
+        self.token_seconds: Histogram = Histogram(
             "gym_time_per_output_token_seconds",
             "Time between two tokens of an answer, averaged over the answer.",
             buckets=_TOKEN_S,
             registry=self.registry,
         )
-        self.aborted = Counter(
+        self.aborted: Counter = Counter(
             "gym_aborted_generations", "Answers that ended because their client went away.", registry=self.registry
         )
-        self.job_ends = Counter(
+        self.job_ends: Counter = Counter(
             "gym_jobs_ended", "Jobs by the state they ended in.", ("state",), registry=self.registry
         )
 

@@ -29,7 +29,7 @@ from gym_serve.inference import ChatModel
 from gym_serve.models import ResolvedModel, resolve
 from gym_serve.settings import EngineSettings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _RESTART_S = 60.0
 """How long a request waits for an engine that restarts itself."""

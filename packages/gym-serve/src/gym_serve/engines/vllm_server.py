@@ -65,9 +65,8 @@ class VllmServer(Protocol):
 class _Watched:
     """What both kinds share: an address whose health is asked for."""
 
-    url: str = ""
-
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        self.url: str = url
         self._client = httpx.Client(timeout=_HEALTH_S)
 
     def is_healthy(self) -> bool:
@@ -83,8 +82,7 @@ class AttachedServer(_Watched):
 
     def __init__(self, settings: EngineSettings) -> None:
         """Raises UserError where the key's variable is not set."""
-        super().__init__()
-        self.url = settings.vllm_url.rstrip("/").removesuffix("/v1")
+        super().__init__(settings.vllm_url.rstrip("/").removesuffix("/v1"))
         self.api_key: str = ""
         self.base_name: str = ""
         if variable := settings.vllm_api_key_env:
@@ -117,7 +115,7 @@ class StartedServer(_Watched):
     """`vllm serve` as a child process on a free loopback port, with a key that nobody else has."""
 
     def __init__(self, model: ResolvedModel, settings: EngineSettings) -> None:
-        super().__init__()
+        super().__init__("")
         self.api_key: str = secrets.token_urlsafe(24)
         self.base_name: str = BASE_NAME
         self._model = model

@@ -24,7 +24,7 @@ from gym_serve.files.check import check_training_data
 from gym_serve.files.store import File, Upload
 from gym_serve.settings import FileSettings, LimitSettings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 TRAINING_PURPOSE = "fine-tune"
 """Files of this purpose must be rows that gym-data can read."""

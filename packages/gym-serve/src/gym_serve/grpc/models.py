@@ -22,7 +22,7 @@ from gym_serve.jobs.service import JobService
 from gym_serve.logs import audit
 from gym_serve.serving import Presence, Serving
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _STATES = {
     Presence.AVAILABLE: pb.MODEL_STATE_AVAILABLE,

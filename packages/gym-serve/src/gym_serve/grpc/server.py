@@ -32,7 +32,7 @@ from gym_serve.limits import RateLimiter, StreamLimiter
 from gym_serve.logs import audit, request_id
 from gym_serve.metrics import Metrics
 
-logger = logging.getLogger("gym_serve.access")
+logger: logging.Logger = logging.getLogger("gym_serve.access")
 
 DOMAIN = "gym"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -57,8 +57,8 @@ class GrpcServer:
         self._metrics = metrics
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self._server = grpc.aio.server(options=options)
-        self.health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self._health: Any = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for method in methods:
             services.setdefault(method.service, {})[method.name] = self._handler(method)
@@ -83,11 +83,11 @@ class GrpcServer:
         """What grpc.health.v1 says of the daemon and of each service."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
-            await self.health.set(name, status)
+            await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, and ends those that run after the grace time."""
-        await self.health.enter_graceful_shutdown()
+        await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
     def _handler(self, method: Method) -> grpc.RpcMethodHandler[Any, Any]:

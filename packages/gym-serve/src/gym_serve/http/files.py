@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +26,7 @@ _RESEND_S = 600.0
 class ExpiresAfter(BaseModel):
     """When a file is removed by itself."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=2592000)]
 
@@ -34,7 +34,7 @@ class ExpiresAfter(BaseModel):
 class CreateUpload(BaseModel):
     """`POST /v1/uploads`."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
     bytes: Annotated[int, Field(ge=0)]
     filename: str
     mime_type: str = ""
@@ -45,7 +45,7 @@ class CreateUpload(BaseModel):
 class CompleteUpload(BaseModel):
     """`POST /v1/uploads/{id}/complete`."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
     part_ids: Annotated[list[str], Field(max_length=10_000)]
     md5: str | None = None
 

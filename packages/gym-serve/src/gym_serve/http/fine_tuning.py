@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -61,7 +61,7 @@ _SENTENCES = {
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 class Hyperparameters(_Body):
@@ -91,7 +91,7 @@ class Method(_Body):
 class CreateJob(BaseModel):
     """`POST /v1/fine_tuning/jobs`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     model: Annotated[str, Field(min_length=1, max_length=500)]
     training_file: Annotated[str, Field(min_length=1, max_length=200)]
     validation_file: Annotated[str, Field(min_length=1, max_length=200)] | None = None

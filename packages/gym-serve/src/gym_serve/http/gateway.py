@@ -24,7 +24,7 @@ from gym_serve.limits import RateLimiter
 from gym_serve.logs import audit, request_id
 from gym_serve.metrics import Metrics
 
-logger = logging.getLogger("gym_serve.access")
+logger: logging.Logger = logging.getLogger("gym_serve.access")
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """What needs no key."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,7 +24,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     include_usage: bool | None = False
     include_obfuscation: bool | None = None
 
@@ -32,7 +32,7 @@ class StreamOptions(BaseModel):
 class GenerationBody(BaseModel):
     """What chat and completions have in common. Behind OpenAI's own fields stand those that vLLM made common."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: Annotated[str, Field(min_length=1, max_length=500)]
     stream: bool | None = False
@@ -91,7 +91,7 @@ class GenerationBody(BaseModel):
 class JsonSchema(BaseModel):
     """`response_format.json_schema`."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", protected_namespaces=())
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -101,7 +101,7 @@ class JsonSchema(BaseModel):
 class Format(BaseModel):
     """`response_format`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -109,7 +109,7 @@ class Format(BaseModel):
 class FunctionTool(BaseModel):
     """A function that the model may call."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class FunctionTool(BaseModel):
 class Tool(BaseModel):
     """An item of `tools`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: FunctionTool
 
@@ -127,14 +127,14 @@ class Tool(BaseModel):
 class NamedFunction(BaseModel):
     """The function of a `tool_choice`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     name: str
 
 
 class NamedTool(BaseModel):
     """A `tool_choice` of one tool."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: NamedFunction
 

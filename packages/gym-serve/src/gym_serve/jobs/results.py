@@ -22,7 +22,7 @@ from gym_serve.files.service import RESULT_PURPOSE, FileService
 from gym_serve.jobs import store
 from gym_serve.jobs.model import Artifact, Job, checkpoint_name
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 _GIVE_NUMBERS = ("reward", "classification")

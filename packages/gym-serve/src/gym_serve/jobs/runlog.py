@@ -9,7 +9,7 @@ from google.protobuf import json_format
 
 from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 """The most that one reading takes, so that a long log does not become one huge transaction."""

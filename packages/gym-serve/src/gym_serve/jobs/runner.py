@@ -33,7 +33,7 @@ from gym_serve.launchers.base import Launch, Launcher, Outcome
 from gym_serve.metrics import Metrics
 from gym_serve.settings import JobSettings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_MODEL = "what it made can be downloaded; it is none of the models that are served here"
 _POLL_S = 0.25
@@ -78,7 +78,7 @@ class JobRunner:
         self._on_gpus_held = on_gpus_held
         self._job_key = job_key
         self._metrics = metrics
-        self.num_queued = 0
+        self.num_queued: int = 0
         self._last_started: dict[str, float] = {}
         self._running: dict[str, Running] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}

@@ -25,7 +25,7 @@ from gym_serve.jobs.model import ACTIVE, FINAL, OUTPUT_FILE, Checkpoint, Job, Jo
 from gym_serve.jobs.runner import JobRunner
 from gym_serve.settings import JobSettings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _PAGE_OF_EVENTS = 500
 _KEEPALIVE_S = 15.0

@@ -53,9 +53,9 @@ class Stat:
     __slots__ = ("parent", "start_ticks", "state")
 
     def __init__(self, state: str, parent: int, start_ticks: int) -> None:
-        self.state = state
-        self.parent = parent
-        self.start_ticks = start_ticks
+        self.state: str = state
+        self.parent: int = parent
+        self.start_ticks: int = start_ticks
 
 
 def read_stat(pid: int) -> Stat | None:
