@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ BROKEN = WHOLE * 2 + WHOLE[:30] + b"\n" + WHOLE
         ("empty.jsonl", b"", r"empty.jsonl:1:1: there are no rows"),
         ("blank.jsonl", b"\n \n", r"blank.jsonl:1:1: there are no rows"),
         ("list.jsonl", b"[1]\n", r"list.jsonl:1:1: a row must be a JSON object"),
-        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl:1:\d+: not valid JSON"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl:1:14: not UTF-8 text: byte 0xe9"),
         ("empty.parquet", b"", r"empty.parquet:1:1: not a valid parquet file"),
         ("empty.arrow", b"", r"empty.arrow:1:1: not a valid arrow file|cannot be read"),
         ("bad.json", b'[{"text": "a"},\n {"text" 1}]', r"bad.json:2:\d+: not valid JSON"),
@@ -236,3 +237,61 @@ def test_zst_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl.zst").write_bytes(zstandard.compress(WHOLE * 3)[:-9] + b"x" * 4)
     with pytest.raises(DataError, match=r"bad.jsonl.zst: "):
         list(read_records(DataSource(source=str(tmp_path / "bad.jsonl.zst"))))
+
+
+ROW = '{"prompt":"a","completion":"b"}'
+TAUGHT = {
+    "UTF-16": ("a.jsonl", ROW.encode("utf-16"), ("a.jsonl:1:1: this is UTF-16", "as UTF-8")),
+    "UTF-16 without a mark": ("a.jsonl", ROW.encode("utf-16-le"), ("a.jsonl:1:1: this is UTF-16", "as UTF-8")),
+    "one list in a .jsonl": ("a.jsonl", f"[{ROW}]".encode(), ("a.jsonl:1:1: a row must be", "are a .json file")),
+    "a row over several lines": ("a.jsonl", b'{\n "prompt":"a"}', ("a.jsonl:1:2: not valid", "are a .json file")),
+    "a comma after each row": ("a.jsonl", f"{ROW},\n{ROW}".encode(), ("a.jsonl:1:32:", "nothing between the lines")),
+    "a row cut short": ("a.jsonl", ROW[:20].encode(), ("a.jsonl:1:", "the file was cut")),
+    "Python's quotes": ("a.jsonl", b"{'prompt':'a'}", ("a.jsonl:1:2:", "json.dumps")),
+    "None": ("a.jsonl", b'{"prompt":None}', ("a.jsonl:1:11:", "json.dumps")),
+    "NaN": ("a.jsonl", b'{"prompt":"a","x":NaN}', ("a.jsonl:1:19:", "no NaN", "null")),
+    "an endless number": ("a.jsonl", b'{"prompt":' + b"9" * 5000 + b"}", ("a.jsonl:1:1:", "5000 digits is too long")),
+    "no messages": ("a.jsonl", b'{"messages":null}', ("a.jsonl:1: messages: must be a list of messages",)),
+    "an empty chat": ("a.jsonl", b'{"messages":[]}', ("a.jsonl:1: messages: has no message",)),
+    "a message without a role": (
+        "a.jsonl",
+        b'{"messages":[{"content":"x"}]}',
+        ("a.jsonl:1: messages[0].role:", "user"),
+    ),
+    "a message that is null": ("a.jsonl", b'{"messages":[null]}', ("a.jsonl:1: messages[0]: a message must be",)),
+    "text that is a number": ("a.jsonl", b'{"text":7}', ("a.jsonl:1: text: text must be text, not a number",)),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "told"), TAUGHT.values(), ids=TAUGHT)
+def test_a_row_that_cannot_be_read_is_told_with_its_place_and_the_slip_behind_it(
+    tmp_path: Path, name: str, content: bytes, told: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_records(DataSource(source=str(tmp_path / name))))
+    for part in told:
+        assert part in str(caught.value)
+
+
+def test_formats_that_are_mixed_over_a_folder_are_told_with_their_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text":"a"}\n')
+    (tmp_path / "b.jsonl").write_text(ROW)
+    with pytest.raises(DataError, match=r"text: row a.jsonl:1; prompt_completion: row b.jsonl:1"):
+        list(read_records(DataSource(source=str(tmp_path))))
+
+
+def test_a_source_that_is_no_file_is_said_to_be_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to("nowhere.jsonl")
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    for name, told in (
+        ("pipe.jsonl", "is a pipe"),
+        ("loop.jsonl", "leads back to itself"),
+        ("gone.jsonl", "is a link to nowhere.jsonl"),
+        ("rows.jsonl/x", "rows.jsonl is a file, not a folder"),
+        ("rows*.json", "Did you mean .*rows.jsonl"),
+    ):
+        with pytest.raises(DataError, match=told):
+            list(read_records(DataSource(source=str(tmp_path / name))))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_sdk.errors import SpecError
-from gym_sdk.spec import RunSpec, load_spec, spec_from_data
+from gym_sdk.spec import DataSpec, RunSpec, TrainSpec, load_spec, spec_from_data
 from gym_sdk.spec._fields import all_fields
 
 GOOD = """\
@@ -67,9 +67,7 @@ ONE_FAULT = [
     ("output: {report_to: [1]}", "run.yaml:4: output.report_to[0]: must be text; got 1; put it in quotes"),
     (
         "train: 3",
-        "run.yaml:4: train: must be a mapping with the keys epochs, max_steps, learning_rate, batch_size, "
-        "batch_tokens, micro_batch_tokens, schedule, decay_ratio, warmup_ratio, weight_decay, max_grad_norm, "
-        "optimizer, checkpoint_every_steps, keep_checkpoints, keep, early_stopping_patience, eval_every_steps; got 3",
+        f"run.yaml:4: train: must be a mapping with the keys {', '.join(TrainSpec.model_fields)}; got 3",
     ),
     ("train: {epochs: .inf}", "run.yaml:4: train.epochs: must be a number above 0; got .inf"),
     ("train: {epochs: .nan}", "run.yaml:4: train.epochs: must be a number above 0; got .nan"),
@@ -78,7 +76,26 @@ ONE_FAULT = [
     ("adapter: {rank: 0}", "run.yaml:4: adapter.rank: must be a whole number from 1 to 4096; got 0"),
     ("adapter: {dropout: 1}", "run.yaml:4: adapter.dropout: must be a number of at least 0 and below 1; got 1"),
     ("seed: -1", "run.yaml:4: seed: must be a whole number of at least 0 and below 4294967296; got -1"),
-    ("name: a b", 'run.yaml:4: name: must be text of the form ^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$; got "a b"'),
+    (
+        "name: a b",
+        "run.yaml:4: name: must be text of at most 63 letters (a to z), digits, dots, dashes and underscores, "
+        'beginning with a letter or digit; got "a b"',
+    ),
+    (
+        'output: {dir: "a\\0b"}',
+        "run.yaml:4: output.dir: holds the character U+0000, which no UTF-8 file or file name "
+        'can have; got "a\\u0000b"',
+    ),
+    # Slips of the pen, with what was meant
+    ("adapter: {rank: 8.0}", "run.yaml:4: adapter.rank: must be a whole number from 1 to 4096; got 8.0; write 8"),
+    (
+        "train: {max_steps: 1e3}",
+        "run.yaml:4: train.max_steps: must be a whole number of at least 1, or null; got 1000.0; write 1000",
+    ),
+    (
+        "train: {batch_size: 1_000}",
+        'run.yaml:4: train.batch_size: must be a whole number of at least 1; got "1_000"; write 1000',
+    ),
     (
         "train: {schedule: cosin}",
         'run.yaml:4: train.schedule: must be one of cosine, linear, constant, wsd; got "cosin"; did you mean cosine?',
@@ -205,9 +222,7 @@ WHOLE_FILES = [
         [
             "run.yaml:1: model: required: a mapping with the keys source, revision, dtype, quantization, "
             "trust_remote_code",
-            "run.yaml:1: data: required: a mapping with the keys train, eval, max_length, overflow, "
-            "train_on, thinking, system, chat_template, "
-            "template_options, packing, packing_strategy, streaming, shuffle_buffer_rows, num_workers",
+            f"run.yaml:1: data: required: a mapping with the keys {', '.join(DataSpec.model_fields)}",
         ],
     ),
     (
@@ -279,6 +294,7 @@ def test_aliases_that_unfold_without_end_are_refused(tmp_path: Path) -> None:
 JSON_FILES = [
     ('{"model": 1,\n "model": 2}', ["run.json:2: model: model stands twice, on lines 1 and 2"]),
     ('{"seed": NaN}', ["run.json: not valid JSON: NaN is not JSON"]),
+    ('{"seed": ' + "9" * 5000 + "}", ["run.json: not valid JSON: a number of 5000 digits is too long"]),
     ('{"seed": 1,}', ["run.json:1:12: not valid JSON: expecting property name enclosed in double quotes"]),
     (
         '{"model": {"source": "a"},\n\t"data": {\n\t\t"train": [\n{"source": "b", "limt": 2}]}}',
@@ -294,6 +310,7 @@ def test_json_files_have_lines_too(tmp_path: Path, text: str, expected: list[str
 
 OVERRIDES = [
     ("train.lerning_rate=1", "command line: train.lerning_rate: unknown key; did you mean learning_rate?"),
+    (" seed=x", "command line: ' seed' is not a field's path"),
     ("seed=x", 'command line: seed: must be a whole number of at least 0 and below 4294967296; got "x"'),
     ("train.epochs", "command line: 'train.epochs' is not an override"),
     ("=3", "command line: '' is not a field's path"),
@@ -305,7 +322,7 @@ OVERRIDES = [
     ("data.train[1].limit=3", "command line: data.train[1].source: required: text that is not empty"),
     (
         "data.train=[{source: x",
-        "command line:1:12: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got '<stream end>'",
+        "command line:1:12: not valid YAML: the mapping that begins on line 1 is not closed",
     ),
     (
         "model.dtype=fp16",
@@ -317,6 +334,40 @@ OVERRIDES = [
 @pytest.mark.parametrize(("override", "expected"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
 def test_a_wrong_override_is_told_like_a_wrong_file(tmp_path: Path, override: str, expected: str) -> None:
     assert problems_of(tmp_path, GOOD, override) == [expected]
+
+
+SECTIONS = [
+    ("model: Q/q\ndata: {train: [{source: x}]}", "model", "; write {source: Q/q}"),
+    ("model: {source: a}\ndata: {train: rows.jsonl}", "data.train", "; write [{source: rows.jsonl}]"),
+    ("model: {source: a}\ndata: {train: [rows.jsonl]}", "data.train[0]", "; write {source: rows.jsonl}"),
+    ("model: {source: a}\ndata: {train: [{source: x}], eval: 0.05}", "data.eval", "; write {split: 0.05}"),
+]
+
+
+@pytest.mark.parametrize(("text", "path", "slip"), SECTIONS, ids=[path for _, path, _ in SECTIONS])
+def test_a_plain_value_in_the_place_of_a_section_is_shown_as_one(
+    tmp_path: Path, text: str, path: str, slip: str
+) -> None:
+    (only,) = problems_of(tmp_path, text)
+    assert f": {path}: must be" in only
+    assert only.endswith(slip)
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [("--train.batch_size=4", "write train.batch_size=4"), ("seed = 4", "write seed=4"), ("=x", "paths look like")],
+)
+def test_an_override_with_a_slip_is_shown_without_it(tmp_path: Path, override: str, hint: str) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    with pytest.raises(SpecError) as caught:
+        load_spec(tmp_path / "run.yaml", [override])
+    assert hint in (caught.value.problems[0].hint or "")
+
+
+def test_a_path_that_is_not_unicode_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    (only,) = problems_of(tmp_path, GOOD, "output.dir=caf\udce9")
+    assert only.startswith("command line: output.dir: holds the character U+DCE9")
+    assert only.isascii()
 
 
 def test_one_problem_is_the_whole_message(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def loads(text: bytes | str) -> Any:
     """The value of JSON text. Raises ValueError (`lineno`, `colno`, `msg` where known), also for NaN and infinities."""
     data = text if isinstance(text, bytes) else text.encode()
     if _LONG in data.translate(_DIGITS_TO_ZERO):
-        return json.loads(data, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
     return orjson.loads(data)
 
 
@@ -31,6 +31,13 @@ def dumps(value: Any) -> str:
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python reads no more than 4,300 digits
+        raise ValueError(f"a number of {len(text)} digits is too long") from None
 
 
 def _finite(text: str) -> float:

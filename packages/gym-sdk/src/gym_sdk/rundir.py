@@ -50,7 +50,9 @@ class RunDir:
         Raises UserError for a name that is not one, OutputInUse where the parent is not a folder.
         """
         if not NAME.match(name):
-            raise UserError(f"{name!r} is not a run's name", hint=f"a name is of the form {NAME.pattern}")
+            raise UserError(
+                f"{name!r} is not a run's name", hint="at most 63 letters, digits, . _ and -; a letter or digit first"
+            )
         folder = Path(parent)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 
-from gym_data.formats._base import Format, Row
+from gym_data.formats._base import Format, Row, RowError
 from gym_data.formats.alpaca import Alpaca
 from gym_data.formats.openai import OpenAI
 from gym_data.formats.openai_preference import OpenAIPreference
@@ -18,6 +18,7 @@ from gym_data.formats.stepwise import Stepwise
 from gym_data.formats.text import Text
 from gym_data.formats.tokens import Tokens
 from gym_data.formats.unpaired import Unpaired
+from gym_data.record import Source
 from gym_sdk.errors import DataError
 
 _OWN: tuple[type[Format], ...] = (
@@ -56,6 +57,19 @@ def format_named(name: str) -> Format:
             f"unknown format {name!r}; known are {', '.join(formats())}",
             hint=f"Did you mean {near[0]!r}?" if near else None,
         ) from None
+
+
+def raise_near_miss(row: Row, source: Source) -> None:
+    """Raise DataError with what is wrong inside a row that has the columns of a format, but not their types."""
+    for found in formats().values():
+        keys = found.signature.partition(" (")[0].split(", ")
+        if not all(key in row for key in keys):
+            continue
+        try:
+            found.to_record(row, source)
+        except RowError as error:
+            if error.path is not None:
+                raise error.located(source) from None
 
 
 def detect(row: Row) -> Format | None:

@@ -54,12 +54,22 @@ def files_of(source: str, split: str = "train") -> list[str]:
             raise DataError("the folder has no data files", where=Where(file=text), hint=f"Known are {KNOWN}.")
         return found
     if os.path.exists(text):
+        if not os.path.isfile(text):
+            raise DataError(
+                "is a pipe or a device; rows are read more than once, so they must be in a file",
+                where=Where(file=text),
+                hint="Write its output into a file first.",
+            )
         return [text]
+    if os.path.islink(text):
+        raise DataError(
+            f"is a link to {os.readlink(text)}, which does not exist or leads back to itself", where=Where(file=text)
+        )
     if any(mark in text for mark in "*?["):
         found = sorted(path for path in glob.glob(text, recursive=True) if os.path.isfile(path))
         if found:
             return found
-        raise DataError("no file matches", where=Where(file=text))
+        raise DataError("no file matches", where=Where(file=text), hint=_near(text))
     raise DataError("the data file does not exist", where=Where(file=text), hint=_near(text))
 
 
@@ -106,6 +116,10 @@ def _near(text: str) -> str | None:
     folder, name = os.path.split(text)
     try:
         names = os.listdir(folder or ".")
+    except PermissionError:
+        return f"The folder {folder} may not be read by you."
+    except NotADirectoryError:
+        return f"{folder} is a file, not a folder."
     except OSError:
         return f"The folder {folder} does not exist either."
     near = get_close_matches(name, names, 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gym_data._json import dumps, loads
-from gym_data.formats import Format, RowError, detect, format_named, formats
+from gym_data.formats import Format, RowError, detect, format_named, formats, raise_near_miss
 from gym_data.record import Record, Source
 from gym_data.sources.chunk import Chunk, NumberedRow
 from gym_data.sources.columns import Columns
@@ -80,7 +81,7 @@ class RecordReader:
         rows = self._rows(chunk)
         for number, row in rows:
             found = self._format_of(chunk.uri, number, row)
-            self.seen.setdefault(found.name, Seen()).add(f"{number}")
+            self.seen.setdefault(found.name, Seen()).add(self._label(chunk.uri, number))
             if self.is_mixed:
                 for later, other in rows:
                     self._count(chunk.uri, later, other)
@@ -117,7 +118,11 @@ class RecordReader:
 
     def _count(self, uri: str, number: int, row: dict[str, Any]) -> None:
         found = detect(self._columns.mapped(row) if self._columns else row)
-        self.seen.setdefault(found.name if found else "unknown", Seen()).add(f"{number}")
+        self.seen.setdefault(found.name if found else "unknown", Seen()).add(self._label(uri, number))
+
+    def _label(self, uri: str, number: int) -> str:
+        """A row's number, with its file where the source has several."""
+        return f"{number}" if uri == self._source.source else f"{os.path.basename(uri)}:{number}"
 
     def _format_of(self, uri: str, number: int, row: dict[str, Any]) -> Format:
         if self._is_fixed and self._current is not None:
@@ -131,6 +136,7 @@ class RecordReader:
             return self._current
         found = detect(shape)
         if found is None:
+            raise_near_miss(shape, Source(uri, "auto", number))
             names = ", ".join(map(repr, row)) or "none"
             raise DataError(
                 f"the shape of this row is not known; its columns are {names}",

@@ -101,7 +101,7 @@ def parse_json(text: str, name: str) -> Document:
     lines: dict[Path, int] = {}
     try:
         # The library judges the syntax; the walk below only finds out where things stand.
-        data = json.loads(text, parse_constant=refuse)
+        data = json.loads(text, parse_constant=refuse, parse_int=_whole)
         _JsonLines(text, name, lines).walk(_skip_space(text, 0), ())
     except json.JSONDecodeError as error:
         raise SpecError(
@@ -153,6 +153,7 @@ class _Builder:
                 raise SpecError(
                     f"{key} stands twice, on lines {first_lines[key]} and {line}",
                     where=Where(file=self.name, line=line, path=format_path((*path, key))),
+                    hint="keep one of them",
                 )
             first_lines[key] = self.lines[(*path, key)] = line
             data[key] = self.build(value_node, (*path, key), parents)
@@ -188,6 +189,13 @@ def format_path(path: Path) -> str:
     return text
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python reads no more than 4,300 digits
+        raise ValueError(f"a number of {len(text)} digits is too long") from None
+
+
 def _scalar_value(kind: str, text: str) -> Any:
     if kind == "null":
         return None
@@ -204,6 +212,10 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
         return "a tab where spaces are needed"
     if problem.startswith("but found another document"):
         return "more than one document"
+    if "<stream end>" in problem and error.context_mark:
+        what = "list" if "sequence" in (error.context or "") else "mapping"
+        if what == "list" or "mapping" in (error.context or ""):
+            return f"the {what} that begins on line {error.context_mark.line + 1} is not closed"
     if problem == "mapping values are not allowed here":
         return "a `: ` where no key can stand (quote a value that holds one)"
     return f"{error.context}, {problem}" if error.context else problem

@@ -16,6 +16,15 @@ from pydantic_core import PydanticUndefined
 
 Model = type[BaseModel]
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$": "of at most 63 letters (a to z), digits, dots, dashes and underscores, "
+    "beginning with a letter or digit",
+    r"^[a-z][a-z0-9_]*$": "of small letters, digits and underscores",
+    r"^https?://\S+$": "that begins with http:// or https://",
+    r"^[A-Za-z_]\w*$": "that is the name of a variable",
+    r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "of the form module:function",
+}
+"""The patterns of fields in words: a regular expression teaches nobody."""
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
@@ -210,7 +219,7 @@ def _scalar(kind: type, constraints: tuple[Any, ...]) -> str:
     if kind is str and non_empty:
         text += " that is not empty"
     if pattern:
-        text += f" of the form {pattern}"
+        text += f" {PATTERNS.get(pattern) or f'of the form {pattern}'}"
     if "ge" in bounds and "le" in bounds:
         return f"{text} from {bounds['ge']} to {bounds['le']}"
     limits = " and ".join(BOUNDS[bound].format(limit) for bound, limit in bounds.items())

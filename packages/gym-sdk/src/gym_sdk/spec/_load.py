@@ -30,6 +30,8 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ru
     """
     file = FilePath(path)
     name = str(path)
+    if not name:
+        raise SpecError("the specification's file has no name", hint="gym train run.yaml")
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -39,6 +41,8 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ru
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise SpecError("not UTF-8 text", where=Where(file=name, line=line), hint="save the file as UTF-8") from None
+    except ValueError:
+        raise SpecError("a file's name cannot hold U+0000", where=Where(file=name)) from None
     except OSError as error:
         raise SpecError(f"cannot be read: {error.strerror}", where=Where(file=name)) from None
     document = parse_json(text, name) if file.suffix.lower() == ".json" else parse_yaml(text, name)
@@ -69,10 +73,12 @@ def _validate(document: Document, name: str, *, base: FilePath | None, overrides
         data = absolute_paths(data, ROOT, base)
     data, touched = apply(data, overrides, ROOT)
     data = _with_default_kinds(data, ROOT)
+    reporter = Reporter(Document(data, document.lines), ROOT, name, touched)
     try:
-        return RunSpec.model_validate(data)
+        if not (problems := reporter.unwritable_texts()):
+            return RunSpec.model_validate(data)
     except ValidationError as error:
-        problems = Reporter(Document(data, document.lines), ROOT, name, touched).problems(error)
+        problems = reporter.problems(error)
     first = problems[0].where.path or ""
     hint = f"gym explain {first.split('.')[0].split('[')[0]}" if _is_field(first) else "gym explain"
     raise SpecError.of(problems, name=name, hint=hint)

@@ -53,9 +53,15 @@ def _split(override: str) -> tuple[Path, str]:
         raise SpecError(
             f"{key!r} is not a field's path",
             where=Where(file=COMMAND_LINE),
-            hint="paths look like train.learning_rate or data.train[0].source",
+            hint=_plain_hint(key, text) or "paths look like train.learning_rate or data.train[0].source",
         )
     return tuple(path), text
+
+
+def _plain_hint(key: str, text: str) -> str | None:
+    """The override without the dashes or spaces around it, where that makes it one."""
+    plain = key.strip().removeprefix("--")
+    return f"write {plain}={text.strip()}" if plain != key and _PART.match(plain) else None
 
 
 def _shape_at(shape: Shape, path: Path) -> Shape | None:
@@ -80,7 +86,7 @@ def override_value(text: str, shape: Shape) -> Any:
         return None if shape.nullable and text in ("", "null", "~") else text
     if text.startswith(("{", "[", '"', "'")):
         return parse_yaml(text, COMMAND_LINE).data
-    return parse_scalar(text)
+    return parse_scalar(text.strip())
 
 
 def _replaced(data: Any, path: Path, value: Any, done: Path) -> Any:

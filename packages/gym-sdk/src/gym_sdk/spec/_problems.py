@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
 
 from gym_sdk.errors import Problem, Where
-from gym_sdk.spec._document import Document, Path, format_path, parse_path
+from gym_sdk.spec._document import Document, Path, format_path, parse_path, parse_scalar
 from gym_sdk.spec._fields import Shape, all_fields, field_shape, format_value
 from gym_sdk.spec._overrides import COMMAND_LINE
 
 CONFLICT = "conflict"
+
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""U+0000 ends file names; half a surrogate pair is how Python shows a byte that is not UTF-8."""
 
 OTHER_NAMES = {
     "lr": "train.learning_rate",
@@ -48,6 +53,9 @@ OTHER_NAMES = {
 }
 """What other tools call a field. People arrive with these in their fingers."""
 
+MAIN_KEYS = ("source", "split")
+"""What a person means who gives a plain value where a section stands."""
+
 OTHER_VALUES = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -79,6 +87,22 @@ class Reporter:
             found.setdefault(path, self.explain(each, path, shape, missing_from))
         in_file = sorted(found.items(), key=lambda item: self.document.line(item[0]) or 0)
         return tuple(problem for _, problem in in_file)
+
+    def unwritable_texts(self) -> tuple[Problem, ...]:
+        """Texts that no file name and no saved specification can hold."""
+
+        def walk(value: Any, path: Path) -> Iterable[Problem]:
+            if isinstance(value, dict):
+                for key, inner in value.items():
+                    yield from walk(inner, (*path, key))
+            elif isinstance(value, list):
+                for index, inner in enumerate(value):
+                    yield from walk(inner, (*path, index))
+            elif isinstance(value, str) and (bad := UNWRITABLE.search(value)):
+                message = f"holds the character U+{ord(bad[0]):04X}, which no UTF-8 file or file name can have"
+                yield self.problem(path, f"{message}; got {json.dumps(value[:60])}")
+
+        return tuple(walk(self.document.data, ()))
 
     def locate(self, location: tuple[str | int, ...]) -> tuple[Path, Shape | None, Shape]:
         """The user's path of pydantic's location, its shape (None when there is no such field), and its owner's.
@@ -129,7 +153,10 @@ class Reporter:
                 f"written for version {value} of the specification, and this gym reads up to 1",
                 hint="upgrade gym-sdk",
             )
-        message = f"must be {shape.describe()}; got {format_value(value) if given else 'nothing'}"
+        shown = format_value(value) if given else "nothing"
+        if isinstance(value, float) and shown.lstrip("-").isdigit():
+            shown += ".0"  # what is wrong with it is the point
+        message = f"must be {shape.describe()}; got {shown}"
         return self.problem(path, message + _slip(value, shape))
 
     def unknown_key(self, path: Path, owner: Shape) -> Problem:
@@ -189,11 +216,15 @@ def _did_you_mean(text: Any, known: Iterable[Any]) -> str:
 def _slip(value: Any, shape: Shape) -> str:
     """The likely slip of the pen behind a value of the wrong type."""
     types = [kind for kind, _ in shape.scalars]
+    if int in types and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}" if abs(value) < 1e15 else ""
+    if form := _section_for(value, shape):
+        return f"; write {form}"
     if isinstance(value, str):
         if near := _did_you_mean(value, shape.choices):
             return near
-        if {int, float} & set(types) and value.replace(".", "", 1).replace("e-", "", 1).strip("+-").isdigit():
-            return "; write it without quotes"
+        if {int, float} & set(types) and (number := _number(value)):
+            return "; write it without quotes" if number == value else f"; write {number}"
         if bool in types and value.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
         if shape.items is not None or (shape.models and shape.kinds):
@@ -203,3 +234,22 @@ def _slip(value: Any, shape: Shape) -> str:
     elif isinstance(value, dict) and shape.items is not None and shape.items.models:
         return "; begin the item with a dash"
     return ""
+
+
+def _number(text: str) -> str | None:
+    """The number that a text means: itself without quotes, or without the underscores of Python."""
+    plain = text.replace("_", "").strip()
+    return plain if plain.isascii() and isinstance(parse_scalar(plain), int | float) else None
+
+
+def _section_for(value: Any, shape: Shape) -> str | None:
+    """`{source: rows.jsonl}` for `rows.jsonl`, where a section with one main key was wanted."""
+    inner = shape.items if shape.items is not None and not shape.scalars else shape
+    if isinstance(value, bool) or not isinstance(value, str | float) or len(inner.models) != 1 or inner.kinds:
+        return None
+    for name, info in inner.models[0].model_fields.items():
+        scalars = [kind for kind, _ in field_shape(info).scalars]
+        if name in MAIN_KEYS and (str if isinstance(value, str) else float) in scalars:
+            text = f"{{{name}: {format_value(value, bare=True)}}}"
+            return f"[{text}]" if shape.items is not None and not shape.models else text
+    return None
