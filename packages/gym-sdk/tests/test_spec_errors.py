@@ -220,7 +220,7 @@ WHOLE_FILES = [
     (
         "name: x\n",
         [
-            "run.yaml:1: model: required: a mapping with the keys source, revision, dtype, quantization, "
+            "run.yaml:1: model: required: a mapping with the keys source, revision, dtype, quantization, new_tokens, "
             "trust_remote_code",
             f"run.yaml:1: data: required: a mapping with the keys {', '.join(DataSpec.model_fields)}",
         ],

@@ -81,4 +81,5 @@ def artifact_metadata(spec: RunSpec, run: RunDir) -> dict[str, Any]:
         "method": spec.method.kind,
         "spec_sha256": sha256(spec),
         "data_fingerprint": data.get("fingerprint"),
+        "quantization": spec.model.quantization,
     }

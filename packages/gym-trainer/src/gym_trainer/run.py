@@ -156,11 +156,11 @@ def check_inputs(spec: RunSpec) -> None:
 def resolve(spec: RunSpec, told: Narrator) -> Base:
     """The base model as a folder on this machine; what is downloaded or converted is said, with its size, before."""
     from gym_serve.models import resolve as resolve_model
-    from gym_trainer.exporting.folder import Base
+    from gym_trainer.exporting.export import read_base
 
     with told.stages() as report_progress:
         resolved = resolve_model(spec.model.source, revision=spec.model.revision, on_progress=report_progress)
-    return Base.of(resolved)
+    return read_base(spec, resolved)
 
 
 def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prepared | Streamed:
@@ -176,7 +176,7 @@ def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prep
     with told.stages() as report_progress:
         prepared = (open_stream if spec.data.streaming else prepare)(
             spec.data,
-            base.resolved.folder,
+            base.folder,
             cache_dir=cache_dir(),
             seed=spec.seed,
             objective=method.data_objective,
@@ -224,12 +224,14 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: Run
     import torch
     from transformers import AutoConfig
 
+    from gym_trainer.adapters.prequantized import check_prequantized
     from gym_trainer.fast.host_memory import keep_freed_memory
     from gym_trainer.planning import detect, render
     from gym_trainer.planning import plan as choose
     from gym_trainer.planning.source import shape_of
 
     config = AutoConfig.from_pretrained(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
+    check_prequantized(config, spec)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
     plan = choose(spec, config, hardware, data=shape_of(spec, prepared), compare=False)
     if plan.num_threads is not None:
@@ -246,6 +248,7 @@ def load(spec: RunSpec, plan: Plan, objective: Objective, base: Base, told: Narr
     import torch
 
     from gym_serve.models import load_model
+    from gym_serve.models.adapters import grow_embeddings
     from gym_trainer.exporting.score import set_padding
 
     told.say(f"loading {base.resolved.source} in {plan.dtype} on {plan.device}")
@@ -260,6 +263,8 @@ def load(spec: RunSpec, plan: Plan, objective: Objective, base: Base, told: Narr
     )
     if objective.scores is not None:
         set_padding(model, base.tokenizer)
+    if base.new_token_ids:
+        grow_embeddings(model, max(base.new_token_ids) + 1)
     return model
 
 
@@ -308,7 +313,7 @@ def fit(
     base_logits = probe_logits(model, probe_ids(base)) if is_whole_model(spec.adapter) else None
     train_rows = objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train
     first = None if isinstance(train_rows, RowStream) else partial(first_batches, train_rows, plan.device)
-    attached = attach(model, spec.adapter, seed=spec.seed, first_batches=first)
+    attached = attach(model, spec.adapter, seed=spec.seed, new_token_ids=base.new_token_ids, first_batches=first)
     for note in attached.notes:
         told.log("warning", note)
     told.say(f"training {attached.num_trained:,} of {attached.num_weights:,} weights")
@@ -375,7 +380,13 @@ def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, tol
             "model",
             run.model_dir,
             lambda: merge_adapter(
-                base, run.adapter_dir, run.model_dir, dtype="float32", metadata=metadata, replace=True
+                base,
+                run.adapter_dir,
+                run.model_dir,
+                dtype="float32",
+                metadata=metadata,
+                quantization=spec.model.quantization,
+                replace=True,
             ),
         )
 

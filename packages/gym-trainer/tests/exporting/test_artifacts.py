@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gym_sdk.errors import OutputInUse, RunFailed, UserError
 from gym_sdk.events import EventWriter
 from gym_sdk.spec import RunSpec, spec_from_data
 from gym_serve.models import load_model, resolve
+from gym_serve.models.adapters import grow_embeddings
 from gym_trainer.adapters import attach
 from gym_trainer.adapters.first_batches import first_batches
 from gym_trainer.exporting.adapter import save_adapter, trained_weights
@@ -50,22 +52,39 @@ KINDS = {
 class Fitted:
     """A tiny model trained for a few steps."""
 
-    def __init__(self, folder: Path, tmp_path: Path, adapter: dict[str, Any], *, steps: int = 4) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tmp_path: Path,
+        adapter: dict[str, Any],
+        *,
+        steps: int = 4,
+        quantization: str = "none",
+        new_tokens: Sequence[str] = (),
+    ) -> None:
         data = {"train": [{"source": str(write_rows(tmp_path / "rows.jsonl"))}]}
         self.spec: RunSpec = spec_from_data(
             {
-                "model": {"source": str(folder)},
+                "model": {"source": str(folder), "quantization": quantization, "new_tokens": list(new_tokens)},
                 "adapter": adapter,
                 "data": data,
                 "train": {"max_steps": steps, "learning_rate": 2e-2, "batch_size": 8, "schedule": "constant"},
             }
         )
-        self.base = Base.of(resolve(str(folder)))
-        self.model = load_model(self.base.resolved, dtype="float32")
+        self.base = Base.of(resolve(str(folder)), new_tokens=new_tokens)
+        self.model = load_model(self.base.resolved, dtype="float32", quantization=self.spec.model.quantization)
+        if new_tokens:
+            grow_embeddings(self.model, max(self.base.new_token_ids) + 1)
         self.base_logits = probe_logits(self.model, probe_ids(self.base))
         prepared = prepare(self.spec.data, folder, cache_dir=tmp_path / "cache", seed=0)
         rows = StoreRows(prepared.train)
-        attached = attach(self.model, self.spec.adapter, seed=0, first_batches=lambda: first_batches(rows, "cpu"))
+        attached = attach(
+            self.model,
+            self.spec.adapter,
+            seed=0,
+            new_token_ids=self.base.new_token_ids,
+            first_batches=lambda: first_batches(rows, "cpu"),
+        )
         self.trained = attached.model
         self.initial = trained_weights(self.trained)
         settings = FitSettings(

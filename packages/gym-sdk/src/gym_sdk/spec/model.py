@@ -27,6 +27,9 @@ class ModelSpec(SpecModel):
     quantization: Literal["none", "nf4", "int8"] = "none"
     """How the frozen base is stored: `nf4` (4 bits) or `int8` by bitsandbytes; adapters stay in full precision."""
 
+    new_tokens: Annotated[list[str], Field(examples=[["<note>", "</note>"]])] = []
+    """Special tokens to add to the vocabulary. Their embeddings are trained beside the adapter and saved with it."""
+
     trust_remote_code: bool = False
     """Whether code that comes with a hub model may run on this machine. Off, because that code can do anything
     you can."""

@@ -105,15 +105,49 @@ def load_adapter(
         from peft import PeftModel
     except ImportError as error:
         raise MissingExtra("loading an adapter", package="gym-serve", extra="torch") from error
+    rows = [index for indices in (info.config.get("trainable_token_indices") or {}).values() for index in indices]
+    if rows:  # tokens that training has added to the vocabulary
+        grow_embeddings(model, max(rows) + 1)
     check_fits(info, model)
     loaded = PeftModel.from_pretrained(
         model, str(info.folder), adapter_name=name, is_trainable=trainable, use_safetensors=True
     )
+    _require_loaded(loaded, info, name)
     if (info.folder / "generation_config.json").is_file():  # how the adapter ends its turns, not how its base did
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(info.folder)  # peft passes it on
     return loaded.train(trainable)
+
+
+def grow_embeddings(model: PreTrainedModel, num_rows: int) -> None:
+    """Give the vocabulary at least so many rows, new ones like the mean of the old; many models have spare ones."""
+    rows: Any = model.get_input_embeddings().weight
+    if rows.shape[0] < num_rows:
+        model.resize_token_embeddings(num_rows)
+
+
+def _require_loaded(model: PeftModel, info: AdapterInfo, name: str) -> None:
+    """Make sure that the model holds every stored weight.
+
+    peft applies the renamings of old checkpoints of an architecture to adapters, too, where some hit names that are
+    right already (Laguna's shared experts, transformers 5.24): such weights keep their first values without an error.
+
+    Raises:
+        ModelError: a stored weight has no place.
+    """
+    import torch
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    held = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    with torch.no_grad():
+        for key, stored in load_file(info.folder / WEIGHTS).items():
+            value = held.get(key)
+            if value is None or value.shape != stored.shape:
+                raise ModelError(f"peft found no place for the weight {key} of {info.folder}")
+            if value.device.type != "meta" and not torch.equal(value.to("cpu", stored.dtype), stored):
+                value.copy_(stored)
 
 
 def check_fits(info: AdapterInfo, model: nn.Module) -> None:
@@ -157,6 +191,8 @@ def _module_of(key: str) -> str:
         if part.startswith(("lora_", "ia3_", "oft_", "vera_")):
             # peft wraps a module once for each of its adapted parameters, such as the fused weights of experts
             return re.sub(r"(\.base_layer)+$", "", ".".join(parts[:i]))
+        if part == "token_adapter":
+            return ".".join(parts[:i])
     return ".".join(parts[:-1])
 
 

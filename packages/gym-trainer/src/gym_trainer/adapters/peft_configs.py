@@ -8,7 +8,14 @@ from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, Ia3Adapter, LoraAdapter, OftAdapter, VeraAdapter
 from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import fused_expert_weights
-from gym_trainer.adapters.targets import narrower, not_plainly_linear, refused_by_peft, size_of, target_layers
+from gym_trainer.adapters.targets import (
+    narrower,
+    not_plainly_linear,
+    refused_by_peft,
+    renamed_by_peft,
+    size_of,
+    target_layers,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,18 +94,39 @@ def _lora(model: PreTrainedModel, adapter: LoraAdapter, new_token_ids: tuple[int
             f"adapter.rank is {adapter.rank}, but {smallest} is only {' x '.join(map(str, size_of(layers[smallest])))}",
             hint=f"use a rank of at most {least}, or other adapter.targets",
         )
+    experts = list(fused_expert_weights(model)) if adapter.experts == "adapt" else []
+    options = _common(model, adapter)
+    options["exclude_modules"] = left_out_of_all_linear(model, adapter) or None
+    if renamed := renamed_by_peft(model):
+        # Every target by its full name, and the weights of those that peft would take for experts as parameters.
+        chosen = [name for name in layers if name not in narrow]
+        options["exclude_modules"] = None
+        options["target_modules"] = [name for name in chosen if name.rpartition(".")[2] not in renamed]
+        as_parameters = [name for name in chosen if name.rpartition(".")[2] in renamed and _is_plain(layers[name])]
+        experts += [f"{name}.weight" for name in as_parameters]
+        if as_parameters and (adapter.dropout or adapter.dora or adapter.init in ("pissa", "olora")):
+            raise ModelError(
+                f"peft adapts {as_parameters[0]} of this architecture as a parameter, without dropout, dora and init",
+                hint="use the defaults of these, or adapter.targets=[q_proj, k_proj, v_proj, o_proj]",
+            )
     return LoraConfig(
-        **_common(model, adapter),
+        **options,
         r=adapter.rank,
         lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,  # pyright: ignore[reportArgumentType] - peft takes any number
         lora_dropout=adapter.dropout,
         init_lora_weights=_INIT[adapter.init],
         use_rslora=adapter.scaling == "rslora",
         use_dora=adapter.dora,
-        exclude_modules=left_out_of_all_linear(model, adapter) or None,
-        target_parameters=list(fused_expert_weights(model)) if adapter.experts == "adapt" else None,
+        target_parameters=experts or None,
         trainable_token_indices=_token_indices(model, new_token_ids) or None,
+        ensure_weight_tying=bool(new_token_ids),  # else a tied head keeps the rows that the embeddings leave behind
     )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    from torch import nn
+
+    return type(layer) is nn.Linear  # the weight of a quantized layer cannot be adapted as a parameter
 
 
 def _token_indices(model: PreTrainedModel, ids: tuple[int, ...]) -> dict[str, list[int]]:

@@ -59,6 +59,21 @@ def refused_by_peft(model: PreTrainedModel) -> set[str]:
     return refused
 
 
+def renamed_by_peft(model: PreTrainedModel) -> set[str]:
+    """Endings of names that peft takes for experts in this architecture, whatever they belong to.
+
+    In transformers 4 the experts of Mixtral and Qwen2-MoE and their kin were linear layers named `gate_proj` and the
+    like. peft still reads these endings as the fused experts of today, in `all-linear`, too; but shared experts and
+    dense layers have them as well, and would lose their updates without a word.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # pyright: ignore[reportPrivateUsage]
+    if pattern not in conversion._MOE_FUSED_TARGETS:  # pyright: ignore[reportPrivateUsage]
+        return set()
+    return set(conversion._MOE_TARGET_MODULE_MAPPING[pattern])  # pyright: ignore[reportPrivateUsage]
+
+
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All linear layers, also quantized ones and GPT-2's transposed ones. `all-linear` leaves the output head out."""
     from torch import nn

@@ -17,6 +17,7 @@ from gym_trainer.records import artifact_metadata
 from gym_trainer.run import require_torch
 
 if TYPE_CHECKING:
+    from gym_serve.models import ResolvedModel
     from gym_trainer.exporting.gguf.write import GgufFile, Quant
 
 
@@ -41,7 +42,14 @@ def export_merged(path: Path, out: Path, *, dtype: MergeDtype) -> Exported:
         hint = f"it has a whole model: {run.model_dir}" if run.model_dir.is_dir() else f"its state: {run.state().value}"
         raise UserError("this run has no adapter to merge", where=Where(file=str(run.path)), hint=hint)
     base = base_of(spec)
-    check = merge_adapter(base, run.adapter_dir, out, dtype=dtype, metadata=artifact_metadata(spec, run))
+    check = merge_adapter(
+        base,
+        run.adapter_dir,
+        out,
+        dtype=dtype,
+        metadata=artifact_metadata(spec, run),
+        quantization=spec.model.quantization,
+    )
     return Exported(check=check, size_bytes=size_bytes(out))
 
 
@@ -77,7 +85,14 @@ def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged-", dir=out.parent) as scratch:
             merged = Path(scratch) / "model"
-            merge_adapter(base, run.adapter_dir, merged, dtype="float32", metadata=artifact_metadata(spec, run))
+            merge_adapter(
+                base,
+                run.adapter_dir,
+                merged,
+                dtype="float32",
+                metadata=artifact_metadata(spec, run),
+                quantization=spec.model.quantization,
+            )
             artifact = base.with_tokenizer_of(merged)
             file = write_gguf(merged, out, artifact, quant=quant, name=spec.name)
     elif run.model_dir.is_dir():
@@ -109,4 +124,11 @@ def base_of(spec: RunSpec) -> Base:
             size = f", {console.format_amount(total, None, unit)}" if total else ""
             console.err(f"{stage}{size}")
 
-    return Base.of(resolve(spec.model.source, revision=spec.model.revision, on_progress=say))
+    return read_base(spec, resolve(spec.model.source, revision=spec.model.revision, on_progress=say))
+
+
+def read_base(spec: RunSpec, resolved: ResolvedModel) -> Base:
+    """The resolved model with the tokenizer and the template that the run trains with."""
+    template = spec.data.chat_template
+    text = Path(template).read_text(encoding="utf-8") if template is not None else None
+    return Base.of(resolved, new_tokens=spec.model.new_tokens, chat_template=text)

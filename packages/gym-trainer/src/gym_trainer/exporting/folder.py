@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from gym_trainer.loop.checkpoint import sync_folder
 METADATA_NAME = "gym.json"
 METADATA_VERSION = 1
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -39,19 +39,39 @@ class Base:
     """The model that a run started from, with the renderer that its training used."""
 
     resolved: ResolvedModel
+    folder: Path
+    """Where the tokenizer and the template lie: the model's own folder, or one made for this run."""
     tokenizer: Tokenizer
     renderer: ChatRenderer
+    new_token_ids: tuple[int, ...] = ()
+    """Of `model.new_tokens`."""
 
     @classmethod
-    def of(cls, resolved: ResolvedModel) -> Base:
-        """Read the tokenizer and the template of a model folder."""
-        tokenizer = Tokenizer.from_folder(resolved.folder)
-        return cls(resolved=resolved, tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
+    def of(cls, resolved: ResolvedModel, *, new_tokens: Sequence[str] = (), chat_template: str | None = None) -> Base:
+        """Read the tokenizer and the template of a model folder, or what the specification puts in their place.
+
+        Raises:
+            UserError: a new token that the tokenizer has already.
+        """
+        folder = resolved.folder
+        if new_tokens or chat_template is not None:
+            from gym_trainer.exporting.tokenizer import changed_tokenizer
+
+            folder = changed_tokenizer(resolved, new_tokens, chat_template)
+        tokenizer = Tokenizer.from_folder(folder)
+        ids = tuple(tokenizer.backend.token_to_id(token) for token in new_tokens)
+        return cls(
+            resolved=resolved,
+            folder=folder,
+            tokenizer=tokenizer,
+            renderer=ChatRenderer(tokenizer),
+            new_token_ids=tuple(id_ for id_ in ids if id_ is not None),
+        )
 
     def with_tokenizer_of(self, folder: Path) -> Base:
         """The same base under an artifact's own tokenizer and template, which may differ from the base's."""
         tokenizer = Tokenizer.from_folder(folder)
-        return Base(resolved=self.resolved, tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
+        return replace(self, folder=folder, tokenizer=tokenizer, renderer=ChatRenderer(tokenizer))
 
     def config(self) -> Any:
         """The base's transformers configuration."""
@@ -100,8 +120,8 @@ def complete_or_absent(final: Path, *, replace: bool = False) -> Iterator[Path]:
 def write_companions(folder: Path, base: Base, model: Any, metadata: dict[str, Any]) -> None:
     """The exact tokenizer and template of training, the generation config with every id that ends an answer, and where
     the artifact came from."""
-    source = base.resolved.folder
-    for name in _TOKENIZER_FILES:
+    source = base.folder
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if (source / _TEMPLATES_FOLDER).is_dir():

@@ -10,13 +10,18 @@ import torch
 
 from gym_sdk.errors import RunFailed, UserError
 from gym_serve.models import load_adapter, load_model
+from gym_serve.models.adapters import grow_embeddings
+from gym_trainer.exporting.dequantize import copy_dequantized
 from gym_trainer.exporting.folder import Base, complete_or_absent, write_companions
 from gym_trainer.exporting.probe import probe_ids, probe_logits, relative_distance
 
 MergeDtype = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "nf4", "int8"]
 
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest relative distance between the logits with the adapter and those of the merged weights."""
+_QUANTIZED_TOLERANCE = {"nf4": 1e-3, "int8": 0.05}
+"""int8 also rounds what goes into a layer, which the merged model does not."""
 _LARGEST_LOSS = 0.5
 """Rounding may take at most this part of what the adapter changed."""
 _MAX_SHARD_SIZE = "4GB"
@@ -31,9 +36,18 @@ class MergeCheck:
 
 
 def merge_adapter(
-    base: Base, adapter: Path, out: Path, *, dtype: MergeDtype, metadata: dict[str, Any], replace: bool = False
+    base: Base,
+    adapter: Path,
+    out: Path,
+    *,
+    dtype: MergeDtype,
+    metadata: dict[str, Any],
+    quantization: Quantization = "none",
+    replace: bool = False,
 ) -> MergeCheck:
     """Write base and adapter as one model folder. The sum is made in float32, whatever it is stored in.
+
+    `quantization` is how the base was held in training: the adapter is added to those weights, dequantized.
 
     Raises:
         OutputInUse: `out` has something in it.
@@ -42,11 +56,22 @@ def merge_adapter(
     """
     with complete_or_absent(out, replace=replace) as staged:
         ids = probe_ids(base)
-        model = load_model(base.resolved, dtype=torch.float32)
-        base_TV = probe_logits(model, ids)
-        _untie_adapted_head(model, adapter)
-        with_adapter = load_adapter(model, adapter)
-        adapter_TV = probe_logits(with_adapter, ids)
+        model = _load(base, "none")
+        tolerance = _TOLERANCE[dtype]
+        if quantization == "none":
+            base_TV = probe_logits(model, ids)
+            _untie_adapted_head(model, adapter)
+            with_adapter = load_adapter(model, adapter)
+            adapter_TV = probe_logits(with_adapter, ids)
+        else:
+            quantized = _load(base, quantization)
+            copy_dequantized(quantized, model)
+            base_TV = probe_logits(quantized, ids)
+            adapter_TV = probe_logits(load_adapter(quantized, adapter), ids)
+            del quantized
+            tolerance = max(tolerance, _QUANTIZED_TOLERANCE[quantization])
+            _untie_adapted_head(model, adapter)
+            with_adapter = load_adapter(model, adapter)
         effect = relative_distance(base_TV, adapter_TV)
         if effect == 0:
             raise UserError(
@@ -59,14 +84,22 @@ def merge_adapter(
             parameter.data = parameter.data.to(getattr(torch, dtype))
         merged.config.dtype = getattr(torch, dtype)
         error = relative_distance(adapter_TV, probe_logits(merged.float() if dtype == "float32" else merged, ids))
-        _require_same(error, effect, dtype)
+        _require_same(error, effect, dtype, tolerance)
         merged.save_pretrained(str(staged), safe_serialization=True, max_shard_size=_MAX_SHARD_SIZE)
         write_companions(staged, base, merged, metadata)
     return MergeCheck(adapter_to_merged=error, base_to_adapter=effect)
 
 
-def _require_same(error: float, effect: float, dtype: MergeDtype) -> None:
-    if not error <= _TOLERANCE[dtype]:
+def _load(base: Base, quantization: Quantization) -> Any:
+    """The base with rows for new tokens, whose values the adapter brings."""
+    model = load_model(base.resolved, dtype=torch.float32, quantization=quantization)
+    if base.new_token_ids:
+        grow_embeddings(model, max(base.new_token_ids) + 1)
+    return model
+
+
+def _require_same(error: float, effect: float, dtype: MergeDtype, tolerance: float) -> None:
+    if not error <= tolerance:
         raise RunFailed(f"the merged weights do not say what the adapter said: logits are {error:.1e} apart")
     if error > _LARGEST_LOSS * effect:
         raise UserError(
@@ -84,7 +117,9 @@ def _untie_adapted_head(model: Any, adapter: Path) -> None:
     if head is None or head.weight is not embeddings.weight:
         return
     names = {name for name, module in model.named_modules() if module is head or module is embeddings}
-    if names & inspect_adapter(adapter).modules:
+    # Rows of new tokens are updated in both at once.
+    updated = {key for key in inspect_adapter(adapter).shapes if ".token_adapter." not in key}
+    if any(f".{name}." in key for name in names for key in updated):
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.get_text_config().tie_word_embeddings = False
         model.config.tie_word_embeddings = False

@@ -17,10 +17,10 @@ _TEXT = "Count the 12 zebras at Kilima Hill, 06:45; ¿qué más? 数を言って
 
 
 def probe_ids(base: Base) -> list[int]:
-    """A prompt as the model is really asked; plain text where it has no template."""
+    """A prompt as the model is really asked; plain text where it has no template. New tokens stand at its end."""
     if base.tokenizer.chat_template is None:
-        return base.tokenizer.encode(_TEXT)
-    return base.renderer.encode_prompt([text_message("user", _TEXT)])
+        return [*base.tokenizer.encode(_TEXT), *base.new_token_ids]
+    return [*base.renderer.encode_prompt([text_message("user", _TEXT)]), *base.new_token_ids]
 
 
 @torch.no_grad()

@@ -41,6 +41,18 @@ VARLEN = "gym_varlen"
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_CONFIG_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "conv_kernel", "linear_conv_kernel_dim", "alibi")
 _MAX_VARLEN_HEAD_DIM = 256
+_WINDOW_ONLY_IN_MASK = {"phimoe"}
+"""Models whose layers do not tell the attention function of their window: it stands in the mask alone."""
+_POSITIONS_AFTER_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
+"""Models that number positions from `padding_idx + 1` on, where packed positions start at 0."""
 
 
 class LeakingAttention(GymError):
@@ -224,6 +236,10 @@ def why_not_isolated(config: PreTrainedConfig) -> str | None:
     recurrent = [key for key in _RECURRENT_CONFIG_KEYS if getattr(text, key, None)]
     if recurrent:
         return f"{text.model_type} mixes positions outside attention ({', '.join(recurrent)} in its configuration)"
+    if text.model_type in _WINDOW_ONLY_IN_MASK and getattr(text, "sliding_window", None) is not None:
+        return f"{text.model_type} has its window in the mask alone, which packed attention does without"
+    if text.model_type in _POSITIONS_AFTER_PADDING:
+        return f"{text.model_type} numbers positions from padding_idx + 1 on"
     if getattr(config, "is_encoder_decoder", False):
         return f"{config.model_type} is an encoder-decoder"
     return None

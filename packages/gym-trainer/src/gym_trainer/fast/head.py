@@ -42,7 +42,10 @@ def split(model: nn.Module) -> tuple[nn.Module, OutputHead]:
 def parts(model: nn.Module) -> tuple[nn.Module, OutputHead]:
     """What `split` returns, on the word of the configuration alone: for models without bytes."""
     causal_lm = _causal(model)
-    body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
+    # The decoder where transformers names it: OPT's forward calls it past the module around it.
+    body = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
+    if body is None or body is causal_lm:
+        body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
     output = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
     if body is None or body is causal_lm or output is None:
         raise HeadNotLinear(f"{type(causal_lm).__name__} has no output head apart from its body")
@@ -97,8 +100,16 @@ def _show_equal(causal_lm: nn.Module, body: nn.Module, head: OutputHead) -> None
     try:
         ids_1T = torch.arange(3, 3 + _PROBE_LENGTH, device=head.weight_VD.device)[None] % head.weight_VD.shape[0]
         kwargs = _layout_kwargs(causal_lm, ids_1T.device)
-        expected_TV = causal_lm(input_ids=ids_1T, use_cache=False, **kwargs).logits[0].double()
-        hidden_TD = body(input_ids=ids_1T, use_cache=False, **kwargs).last_hidden_state[0]
+        caught: list[Any] = []
+        handle = body.register_forward_hook(lambda _module, _args, output: caught.append(output))
+        try:
+            expected_TV = causal_lm(input_ids=ids_1T, use_cache=False, **kwargs).logits[0].double()
+        finally:
+            handle.remove()
+        if not caught:
+            raise HeadNotLinear(f"the forward of {type(causal_lm).__name__} goes past its body")
+        output = caught[0]
+        hidden_TD = (output[0] if isinstance(output, tuple) else output.last_hidden_state)[0]
         got_TV = logits_of(hidden_TD, head).double()
     finally:
         causal_lm.train(was_training)

@@ -170,7 +170,8 @@ class MicroBatch:
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
         if self.packed is not None:
             return inputs | self.packed.model_kwargs()
-        return inputs | {"position_ids": self.position_ids, "attention_mask": self.attention_mask}
+        # Padding follows each document, so the model's own positions are right, also where they do not start at 0.
+        return inputs | {"attention_mask": self.attention_mask}
 
 
 def shifted_labels(document: Document) -> np.ndarray:
