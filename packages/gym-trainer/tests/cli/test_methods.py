@@ -156,6 +156,9 @@ def test_plain_transformers_gives_the_rewards_that_training_measured(folder: Pat
     else:
         model = AutoModelForSequenceClassification.from_pretrained(artifact).eval()
         assert model.config.id2label == {0: "reward"}
+    card = (artifact / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card
+    assert f"num_labels=1, pad_token_id={scores['pad_token_id']}" in card or adapter == "full"
     total = {"chosen": 0.0, "rejected": 0.0}
     held_out = held_out_pairs(folder, run)
     with torch.no_grad():

@@ -8,6 +8,8 @@ from typing import Any
 import yaml
 
 from gym_sdk.rundir import RunDir
+from gym_trainer.exporting.folder import METADATA_NAME
+from gym_trainer.exporting.score import score_usage
 from gym_trainer.records import read_json, write_text
 from gym_trainer.report import words
 from gym_trainer.report.markdown import evaluation_lines, table
@@ -36,7 +38,8 @@ llama-server -m {0} --jinja
 def write_card(folder: Path, facts: dict[str, Any]) -> Path:
     """Write README.md into an artifact's folder."""
     path = folder / "README.md"
-    write_text(path, render_card(facts, is_adapter=(folder / "adapter_config.json").is_file()))
+    scores = (read_json(folder / METADATA_NAME) or {}).get("scores")
+    write_text(path, render_card(facts, is_adapter=(folder / "adapter_config.json").is_file(), scores=scores))
     return path
 
 
@@ -46,13 +49,15 @@ def write_card_file(path: Path, run: RunDir, *, gguf: str) -> Path:
     return path
 
 
-def render_card(facts: dict[str, Any], *, is_adapter: bool, gguf: str | None = None) -> str:
-    """The card as Markdown with the front matter that hubs read."""
+def render_card(
+    facts: dict[str, Any], *, is_adapter: bool, gguf: str | None = None, scores: dict[str, Any] | None = None
+) -> str:
+    """The card as Markdown with the front matter that hubs read. `scores` is of a model that gives numbers."""
     spec = facts["spec"]
     source = without_path(spec["model"]["source"])
     head: dict[str, Any] = {
         "library_name": "gguf" if gguf else "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
         "tags": ["gym", spec["method"]["kind"], spec["adapter"]["kind"]],
     }
     if source.count("/") == 1 and source == spec["model"]["source"] and ":" not in source:
@@ -62,7 +67,7 @@ def render_card(facts: dict[str, Any], *, is_adapter: bool, gguf: str | None = N
     lines += [f"{kind} `{source}`, trained by Gym with {spec['method']['kind']}.", ""]
     for task in facts["evaluation"]:
         lines += [*evaluation_lines(task), ""]
-    lines += ["## Use", "", _USE_GGUF.format(gguf) if gguf else _USE_ADAPTER if is_adapter else _USE_MODEL, ""]
+    lines += ["## Use", "", _usage(source, is_adapter=is_adapter, gguf=gguf, scores=scores), ""]
     lines += ["The chat template and the ids that end an answer are those of training.", ""]
     lines += ["## Training", "", *table(("", ""), words.run_rows(facts)), ""]
     if facts["training"]:
@@ -75,6 +80,14 @@ def render_card(facts: dict[str, Any], *, is_adapter: bool, gguf: str | None = N
     lines += ["## Data", "", *table(("", ""), words.data_rows(facts)), ""]
     lines += ["## Specification", "", "```yaml", yaml.safe_dump(_public(spec), sort_keys=False).strip(), "```", ""]
     return "\n".join(lines)
+
+
+def _usage(source: str, *, is_adapter: bool, gguf: str | None, scores: dict[str, Any] | None) -> str:
+    if gguf:
+        return _USE_GGUF.format(gguf)
+    if scores:
+        return score_usage(scores, source, is_adapter=is_adapter)
+    return _USE_ADAPTER if is_adapter else _USE_MODEL
 
 
 def without_path(source: str) -> str:

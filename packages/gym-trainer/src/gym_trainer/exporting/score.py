@@ -28,6 +28,37 @@ def scores_of(model: Any) -> dict[str, Any] | None:
     return {"labels": labels, "pad_token_id": model.config.pad_token_id}
 
 
+def score_usage(scores: dict[str, Any], source: str, *, is_adapter: bool) -> str:
+    """How to score a chat with plain transformers, for a card."""
+    labels, folder = scores["labels"], '"path/to/this/folder"'
+    lines = ["```python"]
+    if is_adapter:
+        lines += [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+            "",
+            "base = AutoModelForSequenceClassification.from_pretrained(",
+            f'    "{source}", num_labels={len(labels)}, pad_token_id={scores["pad_token_id"]}',
+            ")",
+            f"model = PeftModel.from_pretrained(base, {folder}).eval()",
+        ]
+    else:
+        lines += [
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+            "",
+            f"model = AutoModelForSequenceClassification.from_pretrained({folder}).eval()",
+        ]
+    prompt = "" if labels == ["reward"] else ", add_generation_prompt=True"
+    lines += [
+        f"tokenizer = AutoTokenizer.from_pretrained({folder})",
+        f"text = tokenizer.apply_chat_template(messages, tokenize=False{prompt})",
+        'inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)',
+        f"scores = model(**inputs).logits[0]  # {', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}",
+        "```",
+    ]
+    return "\n".join(lines)
+
+
 def write_padding(folder: Path, tokenizer: Tokenizer, pad_token_id: int | None) -> None:
     """Let the artifact's tokenizer pad with the token that its model takes for padding."""
     path = folder / "tokenizer_config.json"
