@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gym_trainer.fast import loss as fast_loss
-from gym_trainer.fast.loss import OutputHead, linear_cross_entropy, linear_logprobs, next_token_labels
+from gym_trainer.fast.loss import OutputHead, linear_cross_entropy, linear_logprobs
 
 T, D, V = 37, 16, 211
 HEADS = {
@@ -132,13 +132,6 @@ def test_chunks_bound_the_logits_that_exist(monkeypatch):
     linear_cross_entropy(hidden, head, labels, chunk_size=8)
     assert max(rows) == 8
     assert sum(rows) == int((labels != -100).sum())
-
-
-def test_labels_never_cross_a_document():
-    ids = torch.arange(10, 18)
-    mask = torch.tensor([1, 0, 1, 1, 1, 1, 0, 1])
-    labels = next_token_labels(ids, mask, torch.tensor([0, 3, 8]))
-    assert labels.tolist() == [-100, 12, -100, 14, 15, -100, 17, -100]
 
 
 _INTERPRETED = """

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from gym_data._json import dumps, loads
 from gym_data.formats import Format, RowError, detect, format_named, formats, raise_near_miss
 from gym_data.record import Record, Source
 from gym_data.sources.chunk import Chunk, NumberedRow
@@ -153,11 +152,6 @@ class RecordReader:
             return found.to_record({**self._columns.rest(row, found.fields), **self._columns.mapped(row)}, place)
         except RowError as error:
             raise error.located(place) from None
-
-
-def export_row(record: Record, name: str) -> dict[str, Any]:
-    """A record as a row of a format."""
-    return loads(dumps(format_named(name).export(record)))
 
 
 def _described(seen: Seen) -> str:

@@ -44,10 +44,6 @@ class JsonCalls:
         self._has_arguments = False
         self._started = False
 
-    @property
-    def is_between_calls(self) -> bool:
-        return self._depth == 0
-
     def push(self, text: str) -> list[CallPiece]:
         """The pieces that these characters complete."""
         pieces: list[CallPiece] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 from gym_sdk._proto.gym.v1.events_pb2 import RunEvent
 from gym_serve.errors import Reason, not_found
-from gym_serve.jobs.model import ACTIVE, FINAL, Artifact, Attempt, Checkpoint, Failure, Job, JobEvent, JobState
+from gym_serve.jobs.model import FINAL, Artifact, Attempt, Checkpoint, Failure, Job, JobEvent, JobState
 from gym_serve.jobs.progress import advance, num_tokens
 
 
@@ -257,17 +257,6 @@ def latest_events(connection: sqlite3.Connection, job_id: str, *, before: int | 
 def delete(connection: sqlite3.Connection, job_id: str) -> None:
     """Removes a job with its attempts and events."""
     connection.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
-
-
-def has_running(connection: sqlite3.Connection) -> bool:
-    """Whether any job has processes."""
-    names = [state.value for state in ACTIVE]
-    return (
-        connection.execute(
-            f"SELECT 1 FROM jobs WHERE state IN ({', '.join('?' * len(names))}) LIMIT 1", names
-        ).fetchone()
-        is not None
-    )
 
 
 def _append(

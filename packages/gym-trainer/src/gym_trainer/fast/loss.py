@@ -64,8 +64,8 @@ def linear_cross_entropy(
     Args:
         hidden_TD: the hidden states after the model's last norm.
         head: the output head, or its weight [V, D].
-        labels_T: int64, the token that each hidden state predicts (see `next_token_labels`); -100 where none. Kept on
-            the host, they cost no wait for the device.
+        labels_T: int64, the token that each hidden state predicts (see `loop.batch.shifted_labels`); -100 where none.
+            Kept on the host, they cost no wait for the device.
         weights_T: float, a factor for each token's loss.
         chunk_size: rows of logits held at once; when not given, as many as would take 640 MB in float32 on CUDA, and
             64 MB on a processor.
@@ -100,23 +100,6 @@ def linear_logprobs(
     chunk_size = chunk_size or default_chunk_size(head.weight_VD)
     logprobs = _LogProbs.apply(hidden_TD[rows], head.weight_VD, head.bias_V, labels, _Shape.of(head), chunk_size)
     return torch.zeros(hidden_TD.shape[0], device=hidden_TD.device).index_put((rows,), logprobs)
-
-
-def next_token_labels(ids_T: torch.Tensor, loss_mask_T: torch.Tensor, cu_seq_lens: torch.Tensor) -> torch.Tensor:
-    """Labels aligned with the hidden states that predict them, within each document.
-
-    `labels[t]` is `ids[t + 1]` when that token is trained and of the same document, else -100. So a document's first
-    token is never a label, and nothing is predicted across a border.
-
-    Args:
-        ids_T: int64 token ids of packed documents.
-        loss_mask_T: which tokens are trained.
-        cu_seq_lens: int [N+1], the documents' bounds.
-    """
-    trained_T = loss_mask_T.bool().clone()
-    trained_T[cu_seq_lens[:-1].long()] = False
-    labels_T = torch.where(trained_T, ids_T.long(), IGNORE)
-    return torch.cat([labels_T[1:], labels_T.new_full((1,), IGNORE)])
 
 
 def default_chunk_size(weight_VD: torch.Tensor) -> int:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gym_trainer.planning.hardware import DtypeName
 from gym_trainer.planning.memory import MemoryPlan
-
-if TYPE_CHECKING:
-    from gym_trainer.fast.apply import FastPath
 
 PLAN_VERSION = 1
 
@@ -105,18 +102,6 @@ class Plan:
     parts: tuple[Part, ...]
     smaller: Option | None = None
     """The smallest card of the table that would do."""
-
-    def fast_path(self) -> FastPath:
-        """The transforms to put on the model: `gym_trainer.fast.apply.applied(model, plan.fast_path())`."""
-        from gym_trainer.fast.apply import FastPath
-
-        return FastPath(
-            fused=self.fused,
-            offload=self.offload,
-            compile=self.compile,
-            recompute_layers=self.recompute_layers,
-            loss_chunk_size=self.loss_chunk_size,
-        )
 
     def to_json(self) -> str:
         """For plan.json; `from_json` reads it back."""

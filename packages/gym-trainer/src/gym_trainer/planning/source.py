@@ -33,7 +33,7 @@ def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"no configuration of {model.source}: {str(error).strip().splitlines()[0]}",
+            f"no configuration of {model.source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
             hint="check model.source; a hub model needs the network for its config.json",
         ) from error
     return config, folder
