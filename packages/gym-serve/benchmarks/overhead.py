@@ -1,6 +1,6 @@
 """What the daemon adds to its engine: tokens/s and the time to the first token, in pairs.
 
-    python packages/gym-serve/benchmarks/overhead.py [--pairs 9] [--concurrency 1]
+    python packages/gym-serve/benchmarks/overhead.py [--pairs 9] [--concurrency 1 8] [--stand-in]
 
 Both sides are the same engine in a process of its own, on the same model: once called directly, once through the
 daemon's HTTP, streamed. They are measured in turn, so that what else the machine does touches both; the figures are
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from gym_serve.engines.base import GenerationRequest, SamplingParams
+from gym_serve.engines.base import Engine, GenerationRequest, SamplingParams
 from gym_serve.engines.remote import RemoteEngine
 from gym_serve.engines.worker import WorkerSettings
 from gym_serve.models import resolve
@@ -41,7 +42,7 @@ class Measured:
     first_token_s: float
 
 
-async def direct(engine: RemoteEngine, prompts: list[list[int]]) -> Measured:
+async def direct(engine: Engine, prompts: list[list[int]]) -> Measured:
     """The engine by itself."""
 
     async def one(prompt: list[int]) -> tuple[int, float]:
@@ -90,13 +91,15 @@ async def through_daemon(http: httpx.AsyncClient, prompts: list[list[int]]) -> M
     return Measured(sum(count for count, _ in done) / took, statistics.median(first for _, first in done))
 
 
-async def measure(engine: RemoteEngine, http: httpx.AsyncClient, *, pairs: int, concurrency: int) -> None:
+async def measure(engine: Engine, http: httpx.AsyncClient, *, pairs: int, concurrency: int) -> None:
     """Print each pair and the medians."""
     chance = random.Random(0)
     speeds: list[float] = []
     delays_s: list[float] = []
     for number in range(-1, pairs):
-        prompts = [[chance.randrange(100, 40_000) for _ in range(32)] for _ in range(concurrency)]
+        # The text "tokens:48", for the stand-in, after a random beginning.
+        ask = [ord(letter) - 30 for letter in "tokens:48"]
+        prompts = [[*(chance.randrange(100, engine.vocab_size) for _ in range(32)), *ask] for _ in range(concurrency)]
         sides = [direct(engine, prompts), through_daemon(http, prompts)]
         order = (0, 1) if number % 2 else (1, 0)  # who goes first changes, as caches and clocks do
         found = {side: await sides[side] for side in order}
@@ -121,7 +124,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="an engine of 50 tokens/s that computes nothing: the daemon's part alone",
+    )
     options = parser.parse_args()
+    if options.stand_in:
+        return stand_in(options.pairs, options.concurrency)
     resolved = resolve(MODEL)
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
@@ -142,7 +152,29 @@ def main() -> int:
     return 0
 
 
-async def _run(engine: RemoteEngine, data_dir: Path, pairs: int, concurrencies: list[int]) -> None:
+def stand_in(pairs: int, concurrencies: list[int]) -> int:
+    """The same with the engine of the daemon's tests."""
+    tests = Path(__file__).resolve().parents[1] / "tests"
+    sys.path.insert(0, str(tests))
+    os.environ["STAND_IN_STEP_S"] = "0.02"
+    from daemon_process import DaemonProcess
+    from model_folder import write_model
+    from stand_in_engine import StandInEngine
+
+    from gym_data import Tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / NAME)
+        settings = "[limits]\nrequests_per_minute = 100000\n"
+        with DaemonProcess(Path(folder) / "data", str(model), settings=settings) as daemon:
+            daemon.wait_ready()
+            engine = StandInEngine(Tokenizer.from_folder(model))
+            asyncio.run(_run(engine, daemon.data_dir, pairs, concurrencies))
+            engine.close()
+    return 0
+
+
+async def _run(engine: Engine, data_dir: Path, pairs: int, concurrencies: list[int]) -> None:
     address = data_dir / "daemon.json"
     while not address.exists():
         await asyncio.sleep(0.1)

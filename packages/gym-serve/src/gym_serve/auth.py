@@ -7,10 +7,12 @@ generate; an `admin` also manages models that all see, other keys' jobs, and rea
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import sqlite3
@@ -18,15 +20,18 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from gym_sdk.errors import UserError, Where
 from gym_serve._database import Database
 from gym_serve.errors import Reason, ServiceError
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 _LOCAL_KEY_NAME = "local"
-_MEMORY_S = 2.0
-"""How long a looked-up key is believed: a revoked key works no longer than this."""
+_MEMORY_S = 60.0
+"""How long a looked-up key is believed. Revoking one ends that at once: only this process writes the database."""
 _USE_S = 60.0
 """How fine the time of a key's last use is kept."""
 _STATES_OF_RUNNING_JOBS = ("starting", "running", "pausing", "cancelling")
@@ -159,6 +164,7 @@ class Keyring:
         self._static = static or {}
         self._job_keys = job_keys
         self._memory: dict[bytes, tuple[float, Key]] = {}
+        self._marking: set[asyncio.Future[None]] = set()
 
     async def authenticate(self, authorization: str | None) -> Key:
         """The key of an `Authorization: Bearer ...` value; a `ServiceError` where there is none or it is not known."""
@@ -189,12 +195,16 @@ class Keyring:
         key = _key_of(row)
         self._memory[hashed] = (now, key)
         if time.time() - (key.last_used_at or 0.0) > _USE_S:
-            await self._database.write(
-                lambda connection: connection.execute(
-                    "UPDATE keys SET last_used_at = ? WHERE id = ?", (time.time(), key.id)
-                )
-            )
+            # Beside the call, which need not wait for the disk.
+            task = asyncio.ensure_future(self._database.write(partial(_mark_used, key_id=key.id)))
+            self._marking.add(task)
+            task.add_done_callback(self._marked)
         return key
+
+    def _marked(self, task: asyncio.Future[None]) -> None:
+        self._marking.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a key's last use was not written down: %s", error)
 
     async def _of_job(self, job_id: str) -> Key:
         """The owner of a job that runs, without an admin's rights."""
@@ -217,6 +227,10 @@ class Keyring:
     def forget(self) -> None:
         """Looks every key up again."""
         self._memory.clear()
+
+
+def _mark_used(connection: sqlite3.Connection, *, key_id: str) -> None:
+    connection.execute("UPDATE keys SET last_used_at = ? WHERE id = ?", (time.time(), key_id))
 
 
 def require_admin(key: Key) -> None:
