@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,17 @@ def test_layers_that_look_alike_and_compute_something_else_are_found_out():
         pass
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     assert not any("forward" in layer.__dict__ for layer in decoder_layers(model))
+
+
+def test_the_weights_are_never_there_twice():
+    model = _model(MODELS["llama"], torch.float32)
+    with fused_layers(model):
+        fused = [layer.__dict__["forward"].__self__ for layer in decoder_layers(model)]
+        matrices = [weakref.ref(joined.matrix) for layer in fused for joined in layer.joined]
+        assert all(matrix() is not None for matrix in matrices)
+        weight = decoder_layers(model)[0].mlp.down_proj.get_base_layer().weight
+        assert weight.untyped_storage().data_ptr() == fused[0].down.matrix.untyped_storage().data_ptr()
+    assert all(matrix() is None for matrix in matrices)
 
 
 def test_a_second_backward_pass_is_refused():

@@ -41,6 +41,8 @@ _COMPILED_RECOMPUTED = 0.27
 _COMPILED_TRAFFIC = 0.4
 _COMPILED_RECOMPUTED_WORK = 0.74
 _COMPILED_HOST = 0.15
+_FUSED_HOST = 1.45
+"""An operation of a fused layer takes the host this much longer: most are launches of Triton (8B, 2,048 tokens)."""
 _CHECKPOINT_HOST = 2.5
 """An operation inside `torch.utils.checkpoint` takes the host this much longer: saved tensors pass through hooks."""
 
@@ -261,8 +263,8 @@ class Estimator:
         kept = self.simulations.traces(num_tokens, "kept")
         kept_work = [work_of(trace.operations, hardware) for trace in kept]
         whole = kept_work[0] + (kept_work[1] - kept_work[0]).times(self.simulations.num_extra)
-        if self.compiled:
-            whole = dataclasses.replace(whole, host_s=whole.host_s * _COMPILED_HOST)
+        host_share = _COMPILED_HOST if self.compiled else _FUSED_HOST if self.simulations.fast.fused else 1.0
+        whole = dataclasses.replace(whole, host_s=whole.host_s * host_share)
         memory = LayerMemory(
             kept_base=kept[1].peak_bytes - per_layer(kept) * long,
             kept_per_layer=int(per_layer(kept) * (_COMPILED_KEPT if self.compiled else 1)),
@@ -275,11 +277,11 @@ class Estimator:
         recomputed_bytes = per_layer(recomputed)
         if self.compiled:
             recomputed_bytes = int(per_layer(kept) * _COMPILED_RECOMPUTED)
-            recomputation = dataclasses.replace(
-                recomputation.times(_COMPILED_RECOMPUTED_WORK), host_s=recomputation.host_s * _COMPILED_HOST
-            )
+            recomputation = recomputation.times(_COMPILED_RECOMPUTED_WORK)
+            host_share = _COMPILED_HOST / _COMPILED_RECOMPUTED_WORK
         elif not self.simulations.fast.fused:
-            recomputation = dataclasses.replace(recomputation, host_s=recomputation.host_s * _CHECKPOINT_HOST)
+            host_share = _CHECKPOINT_HOST
+        recomputation = dataclasses.replace(recomputation, host_s=recomputation.host_s * host_share)
         if offload:
             recomputation = self._with_copies(recomputation, whole, num_tokens)
         memory = dataclasses.replace(

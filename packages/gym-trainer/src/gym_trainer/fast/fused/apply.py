@@ -99,6 +99,8 @@ def fused_layers(model: nn.Module, num_recomputed: int = 0, *, offload: bool = F
         with forwards_replaced({layer.layer: layer.forward for layer in fused}):
             yield
     finally:
+        if fused:
+            fused[0].refresh = None  # it knows every matrix; else all of them would be there until the last is released
         for layer in fused:
             layer.release()
 

@@ -17,8 +17,8 @@ import torch
 class Stored:
     """One input outside the device; the store hands it back."""
 
-    like: torch.Tensor
-    """Without bytes: shape and dtype."""
+    shape: torch.Size
+    dtype: torch.dtype
     host: torch.Tensor | None
     device: torch.Tensor | None = None
     arrived: Any = None
@@ -44,7 +44,7 @@ class HostStore:
             x.record_stream(self._stream)
         elif not x.is_meta:
             host = x.clone()
-        stored = Stored(like=x.new_empty(x.shape, device="meta"), host=host)
+        stored = Stored(x.shape, x.dtype, host)
         self._stack.append(weakref.ref(stored))
         return stored
 
@@ -69,10 +69,13 @@ class HostStore:
     def _fetch(self, stored: Stored) -> None:
         if stored.device is not None:
             return
-        if self._stream is None or stored.host is None:
-            stored.device = stored.host if stored.host is not None else stored.like.new_empty(stored.like.shape)
+        if self._stream is None and stored.host is not None:
+            stored.device = stored.host
             return
-        x = torch.empty_like(stored.like, device=self._device)
+        x = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
+        if self._stream is None or stored.host is None:  # a plan's simulation: there is nothing to copy
+            stored.device = x
+            return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what used this memory before has ended
         with torch.cuda.stream(self._stream):
             x.view(-1).copy_(stored.host[: x.numel()], non_blocking=True)

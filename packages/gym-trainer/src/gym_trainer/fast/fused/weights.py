@@ -154,9 +154,10 @@ class JoinedWeight:
         return [part.view(weight.shape) for part, weight in zip(parts, trained, strict=True)]
 
     def release(self) -> None:
-        """Give the layers weights of their own again."""
+        """Give the layers weights of their own again, and let go of the matrix: both are there for this one only."""
         for part in self.parts:
             part.base.weight.data = part.base.weight.data.clone(memory_format=torch.contiguous_format)
+        self.matrix = self.matrix.new_empty(0)
 
     def _joined_bias(self) -> torch.Tensor | None:
         biases = [part.base.bias for part in self.parts]
@@ -176,6 +177,7 @@ class Refresh:
 
     @torch.no_grad()
     def __call__(self) -> None:
+        """Before a forward pass; the weights may have moved, too."""
         sources = [source for source, _, _ in self._places]
         first = sources[0]
         if first.is_cuda and all(s.is_contiguous() and s.dtype == first.dtype for s in sources):
