@@ -20,7 +20,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Every public symbol has its type written down here; the other packages are strict, but leave some to inference.
-FULLY_TYPED = ("gym_sdk",)
+FULLY_TYPED = ("gym_sdk", "gym_data")
 GENERATED = "/_proto/"
 LOCK = REPOSITORY / "requirements.lock"
 MAX_LINES = 600
@@ -57,7 +57,7 @@ def lint() -> bool:
 
 
 def types() -> bool:
-    """basedpyright: strict inside, and every public symbol of the client with a type that no checker has to guess."""
+    """basedpyright: strict inside, and every public symbol of FULLY_TYPED with a type that no checker has to guess."""
     strict = succeeds("basedpyright", "--warnings")
     incomplete = [problem for package in FULLY_TYPED for problem in untyped_symbols(package)]
     return report(incomplete) and strict

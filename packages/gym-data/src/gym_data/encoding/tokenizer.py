@@ -40,27 +40,27 @@ class Tokenizer:
         # Special tokens are written by templates, never by a post-processor; without it, offsets are those of the text.
         self._adds_bos = _post_processor_starts_with(spec.get("post_processor"), named_tokens.get("bos_token"))
         spec["post_processor"] = spec["truncation"] = spec["padding"] = None
-        self.json_text = json.dumps(spec, ensure_ascii=False)
-        self.backend = tokenizers.Tokenizer.from_str(self.json_text)
-        self.sha256 = hashlib.sha256(
+        self.json_text: str = json.dumps(spec, ensure_ascii=False)
+        self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(self.json_text)
+        self.sha256: str = hashlib.sha256(
             json.dumps([self.json_text, named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
         ).hexdigest()
         self.folder = folder
-        self.allow_fast = True
+        self.allow_fast: bool = True
         """Whether `encode_texts` may go the fast way; set before its first use."""
         self.named_tokens = named_tokens
-        self.chat_templates = chat_templates or {}
-        self.added_tokens = tuple(
+        self.chat_templates: dict[str, str] = chat_templates or {}
+        self.added_tokens: tuple[AddedToken, ...] = tuple(
             AddedToken(token.content, id_, token.special, token.lstrip, token.rstrip)
             for id_, token in sorted(self.backend.get_added_tokens_decoder().items())
         )
-        self.bos_id = self._id_of("bos_token")
+        self.bos_id: int | None = self._id_of("bos_token")
         eos = self._id_of("eos_token")
         own_eos = [eos] if eos is not None else []
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_eos, *eos_ids]))
         pad = self._id_of("pad_token")
-        self.pad_id = pad if pad is not None else self.eos_ids[0] if self.eos_ids else 0
-        self.vocab_size = max(self.backend.get_vocab().values()) + 1
+        self.pad_id: int = pad if pad is not None else self.eos_ids[0] if self.eos_ids else 0
+        self.vocab_size: int = max(self.backend.get_vocab().values()) + 1
         self._special = SplitEncoder(
             self.json_text, self.added_tokens, {t.text for t in self.added_tokens if t.special}
         )

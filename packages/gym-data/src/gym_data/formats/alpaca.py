@@ -22,7 +22,7 @@ class Alpaca:
 
     name = "alpaca"
     signature = "instruction, output"
-    fields = (
+    fields: tuple[str, ...] = (
         "instruction", "input", "output", "system", "history", "chosen", "rejected", "kto_tag", "tools", *MEDIA_KEYS,
     )  # fmt: skip
 

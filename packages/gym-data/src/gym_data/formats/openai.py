@@ -31,7 +31,7 @@ class OpenAI:
 
     name = "openai"
     signature = "messages"
-    fields = ("messages", "tools")
+    fields: tuple[str, ...] = ("messages", "tools")
 
     def matches(self, row: Row) -> bool:
         if not has_messages(row):

@@ -14,7 +14,7 @@ class OpenAIPreference:
 
     name = "openai_preference"
     signature = "input, preferred_output, non_preferred_output"
-    fields = ("input", "preferred_output", "non_preferred_output")
+    fields: tuple[str, ...] = ("input", "preferred_output", "non_preferred_output")
 
     def matches(self, row: Row) -> bool:
         return all(key in row for key in self.fields)

@@ -22,7 +22,7 @@ class Preference:
 
     name = "preference"
     signature = "chosen, rejected"
-    fields = ("prompt", "chosen", "rejected", "tools", *_SCORES)
+    fields: tuple[str, ...] = ("prompt", "chosen", "rejected", "tools", *_SCORES)
 
     def matches(self, row: Row) -> bool:
         return "chosen" in row and "rejected" in row and "conversations" not in row and "instruction" not in row

@@ -17,7 +17,7 @@ class Prompt:
 
     name = "prompt"
     signature = "prompt"
-    fields = ("prompt", "tools")
+    fields: tuple[str, ...] = ("prompt", "tools")
 
     def matches(self, row: Row) -> bool:
         return "prompt" in row and not _ANSWERS & row.keys()
@@ -48,7 +48,7 @@ class OpenAIReinforcement:
 
     name = "openai_reinforcement"
     signature = "messages ending with a user's turn"
-    fields = ("messages", "tools")
+    fields: tuple[str, ...] = ("messages", "tools")
 
     def matches(self, row: Row) -> bool:
         return has_messages(row) and row["messages"][-1]["role"] != "assistant"

@@ -19,7 +19,7 @@ class PromptCompletion:
 
     name = "prompt_completion"
     signature = "prompt, completion (or question, answer; instruction, response; input, output)"
-    fields = ("prompt", "completion", "tools")
+    fields: tuple[str, ...] = ("prompt", "completion", "tools")
 
     def matches(self, row: Row) -> bool:
         return _names(row) is not None and not {"label", "kto_tag"} & row.keys()

@@ -37,7 +37,7 @@ class ShareGPT:
 
     name = "sharegpt"
     signature = "conversations"
-    fields = ("conversations", "system", "tools", "chosen", "rejected", "kto_tag", *MEDIA_KEYS)
+    fields: tuple[str, ...] = ("conversations", "system", "tools", "chosen", "rejected", "kto_tag", *MEDIA_KEYS)
 
     def matches(self, row: Row) -> bool:
         return isinstance(row.get("conversations"), list)

@@ -13,7 +13,7 @@ class Stepwise:
 
     name = "stepwise"
     signature = "prompt, completions, labels"
-    fields = ("prompt", "completions", "labels")
+    fields: tuple[str, ...] = ("prompt", "completions", "labels")
 
     def matches(self, row: Row) -> bool:
         return "prompt" in row and isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list)

@@ -13,7 +13,7 @@ class Text:
 
     name = "text"
     signature = "text"
-    fields = ("text",)
+    fields: tuple[str, ...] = ("text",)
 
     def matches(self, row: Row) -> bool:
         return isinstance(row.get("text"), str)

@@ -22,7 +22,7 @@ class Tokens:
 
     name = "tokens"
     signature = "input_ids"
-    fields = ("input_ids", "labels", *_MASKS)
+    fields: tuple[str, ...] = ("input_ids", "labels", *_MASKS)
 
     def matches(self, row: Row) -> bool:
         return "input_ids" in row

@@ -19,7 +19,7 @@ class Unpaired:
 
     name = "unpaired"
     signature = "prompt, completion, label (or messages, label)"
-    fields = ("prompt", "completion", "messages", "tools", *_LABELS)
+    fields: tuple[str, ...] = ("prompt", "completion", "messages", "tools", *_LABELS)
 
     def matches(self, row: Row) -> bool:
         body = ("prompt" in row and "completion" in row) or isinstance(row.get("messages"), list)

@@ -75,7 +75,7 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.data = data
         self.objective: Objective | None = objective
-        self.now = now or datetime.now()
+        self.now: datetime = now or datetime.now()
         self._adapts = data.thinking != "template" or data.system != "template"
 
     @property

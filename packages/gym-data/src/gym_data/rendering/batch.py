@@ -44,7 +44,7 @@ class BatchEncoder:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self._learned: dict[Shape, list[Learned]] = {}
-        self.num_quick = 0
+        self.num_quick: int = 0
         """Chats encoded by a learned program."""
         size = renderer.tokenizer.vocab_size
         self._is_control = np.zeros(size, bool)

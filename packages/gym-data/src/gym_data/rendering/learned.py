@@ -18,7 +18,7 @@ from gym_data.rendering.recorded import Program, Recorded, Recorder, Text, Untra
 from gym_data.rendering.spans import Span
 from gym_data.rendering.template import TemplateFailed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Shape = tuple[tuple[str, bool, bool], ...]
 """Of each message: its role, whether it has content, whether it has reasoning."""

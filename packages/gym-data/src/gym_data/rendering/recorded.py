@@ -354,7 +354,7 @@ class Program:
     """What a template does to chats of one shape: conditions on their texts, and the rendered text where they hold."""
 
     def __init__(self, num_inputs: int, conditions: dict[str, bool], texts: Sequence[Text]) -> None:
-        self.texts = tuple(texts)
+        self.texts: tuple[Text, ...] = tuple(texts)
         checks = "".join(
             f"    if {'not ' if wanted else ''}({code}): return None\n" for code, wanted in conditions.items()
         )

@@ -64,7 +64,7 @@ class ChatRenderer:
         `now` is what a template is told when it asks for the date; the time of each rendering when not given.
         """
         self.tokenizer = tokenizer
-        self.options = dict(options or {})
+        self.options: dict[str, Any] = dict(options or {})
         place = tokenizer.folder or "the tokenizer"
         sources = {"default": template} if template is not None else tokenizer.chat_templates
         if not sources:
@@ -77,7 +77,7 @@ class ChatRenderer:
             name: ChatTemplate(source, name=f"the chat template of {place}", tokens=tokenizer.named_tokens, now=now)
             for name, source in sources.items()
         }
-        self.main_template = self._templates.get("default") or next(iter(self._templates.values()))
+        self.main_template: ChatTemplate = self._templates.get("default") or next(iter(self._templates.values()))
         written = "\0".join(text for template in self._templates.values() for text in template.constants)
         # DeepSeek's turn markers are added tokens not flagged special: a mark-up token that the template writes is a
         # control token too. Spaces and words are not, though Gemma adds some of them as tokens.
@@ -86,7 +86,7 @@ class ChatRenderer:
             for token in tokenizer.added_tokens
             if token.special or (_MARKUP.fullmatch(token.text) and token.text in written)
         }
-        self.control_tokens = frozenset(control)
+        self.control_tokens: frozenset[str] = frozenset(control)
         self._splitter = SplitEncoder(tokenizer.json_text, tokenizer.added_tokens, control)
         own = {token.text for token in tokenizer.added_tokens if not token.special} & control
         self._assistants_own = frozenset(own)

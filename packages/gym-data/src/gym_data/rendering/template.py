@@ -81,7 +81,7 @@ class ChatTemplate:
                 f"{name} is not valid Jinja (line {error.lineno}): {error.message}",
                 hint="The model folder's chat_template.jinja is broken; set data.chat_template to a working one.",
             ) from None
-        self.marks_generation = environment.marks_generation
+        self.marks_generation: bool = environment.marks_generation
 
     def render_plain(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """The text that transformers' `apply_chat_template(tokenize=False)` gives."""

@@ -64,7 +64,7 @@ class TokenStore:
 
     def __init__(self, folder: str | Path) -> None:
         """Opens a store; its arrays stay on disk. Raises DataError when it is incomplete."""
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         try:
             self.meta: dict[str, Any] = orjson.loads((self.folder / "store.json").read_bytes())
             if self.meta["version"] != STORE_VERSION:

@@ -49,10 +49,10 @@ class SourceStream:
         Encoding happens in `executor`, one chunk after another: it must have one thread.
         """
         self.source = source
-        self.buffer = ShuffleBuffer(buffer_rows, seed)
-        self.place = Place()
+        self.buffer: ShuffleBuffer = ShuffleBuffer(buffer_rows, seed)
+        self.place: Place = Place()
         self.format: str | None = None if source.format == "auto" else source.format
-        self.num_held_out = 0
+        self.num_held_out: int = 0
         self._encoder = encoder
         self._executor = executor
         self._salt = seed[0].to_bytes(8, "little")

@@ -111,7 +111,9 @@ class RowStream:
         options = data.model_dump(mode="json", exclude={"num_workers", "packing"})
         readings = [text for source in encoder.templates for text in clock_readings(source, encoder.now)]
         key = cache_key(STATE_VERSION, options, digests, tokenizer.sha256, template_of(data), objective, seed, readings)
-        self.report = DataReport(fingerprint=key, moment=encoder.now.isoformat() if readings else "", streamed=True)
+        self.report: DataReport = DataReport(
+            fingerprint=key, moment=encoder.now.isoformat() if readings else "", streamed=True
+        )
         self.report.sources = [
             {"source": source.source, "sampled_sha256": digest, "weight": source.weight}
             for source, digest in zip(data.train, digests, strict=True)
