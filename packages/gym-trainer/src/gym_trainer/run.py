@@ -57,7 +57,7 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
         prepared = prepare_data(spec, base, run, told)
         objective = build_objective(spec, base, prepared)
         tasks = load_tasks(spec, base)
-        plan = make_plan(spec, base, prepared, run, told)
+        plan = make_plan(spec, objective, base, prepared, run, told)
 
         model = load(spec, plan, objective, base, told)
         if spec.evaluation.before:
@@ -215,8 +215,10 @@ def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
     return load(spec, base.renderer)
 
 
-def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: RunDir, told: Narrator) -> Plan:
-    """What will run, with its memory and time, shown and kept.
+def make_plan(
+    spec: RunSpec, objective: Objective, base: Base, prepared: Prepared | Streamed, run: RunDir, told: Narrator
+) -> Plan:
+    """What will run, with its memory and time, shown and kept. A teacher's memory is set apart first.
 
     Raises:
         DoesNotFit: it needs more memory than there is; the message says what would fit.
@@ -233,6 +235,9 @@ def make_plan(spec: RunSpec, base: Base, prepared: Prepared | Streamed, run: Run
     config = AutoConfig.from_pretrained(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
     check_prequantized(config, spec)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
+    if apart := objective.resident_bytes(hardware.training_dtype):
+        told.say(f"the teacher takes {apart / 1e9:.2f} GB, which the plan leaves free")
+        hardware = hardware.limited_to(max(0, hardware.memory_bytes - apart))
     plan = choose(spec, config, hardware, data=shape_of(spec, prepared), compare=False)
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from gym_trainer.loop.batch import StepBatch, StoreRows
 from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.step import StepResult
-from gym_trainer.objectives.distillation import DistillationObjective
+from gym_trainer.objectives.distillation import DistillationObjective, Teacher
 from gym_trainer.objectives.on_policy import with_own_answers
 
 TRL = json.loads(Path(__file__).with_name("trl.json").read_text())["distillation"]
@@ -150,6 +151,22 @@ class TestOwnAnswers:
         assert result.metrics["divergence"][1] == result.normaliser > examples
         expected = (result.metrics["divergence"][0] + result.metrics["nll"][0]) / result.normaliser
         assert result.loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_teachers_memory_is_known_from_its_files_before_it_is_loaded(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    sizes = {}
+    for quantization, dtype in (("none", "float32"), ("none", "bfloat16"), ("int8", "bfloat16")):
+        teacher = Teacher(
+            resolved=SimpleNamespace(folder=tmp_path),  # type: ignore[arg-type]
+            quantization=quantization,  # type: ignore[arg-type]
+            trust_remote_code=False,
+        )
+        sizes[quantization, dtype] = teacher.resident_bytes(dtype)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert sizes == {("none", "float32"): 4 * count, ("none", "bfloat16"): 2 * count, ("int8", "bfloat16"): count}
 
 
 def test_chunks_bound_the_logits_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

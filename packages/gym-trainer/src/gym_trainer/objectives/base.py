@@ -82,6 +82,10 @@ class Objective(ABC):
         """Get ready for training on `rows` (training, then evaluation); the rows to use, in the same order."""
         return list(rows)
 
+    def resident_bytes(self, dtype: str) -> int:
+        """Memory of the device that the method itself holds throughout, such as a teacher's, in a run of this dtype."""
+        return 0
+
     def prepared_step(self, model: ForwardModel, step: StepBatch) -> StepBatch:
         """The step as it is trained on, such as with answers that the model writes now. Not called in evaluation."""
         return step

@@ -5,12 +5,14 @@ Shapes: K trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from gym_sdk.errors import ModelError, UserError, Where
@@ -32,6 +34,11 @@ class Teacher:
     resolved: ResolvedModel
     quantization: Literal["none", "nf4", "int8"]
     trust_remote_code: bool
+
+    def resident_bytes(self, dtype: str) -> int:
+        """Of its weights as they will be held."""
+        per_weight = {"nf4": 0.52, "int8": 1.0}.get(self.quantization, 4 if dtype == "float32" else 2)
+        return int(per_weight * sum(num_weights(path) for path in self.resolved.folder.glob("*.safetensors")))
 
     def load(self, start: Start) -> Any:
         """The frozen model, with an attention that keeps packed documents apart."""
@@ -70,6 +77,9 @@ class DistillationObjective(Objective):
         start.events.log("info", f"loading the teacher {self.teacher.resolved.source}")
         self._teacher = ForwardModel(self.teacher.load(start), loss_chunk_size=start.settings.loss_chunk_size)
         return list(rows)
+
+    def resident_bytes(self, dtype: str) -> int:
+        return self.teacher.resident_bytes(dtype)
 
     def prepared_step(self, model: ForwardModel, step: StepBatch) -> StepBatch:
         if not self.method.on_policy_share:
@@ -115,6 +125,12 @@ class DistillationObjective(Objective):
     def _chunk_size(model: ForwardModel) -> int:
         """Both models' logits and their difference are there at once."""
         return 128 if model.head is None else max(64, default_chunk_size(model.head.weight_VD) // 4)
+
+
+def num_weights(path: Path) -> int:
+    """Of a safetensors file, by its header."""
+    with safe_open(str(path), framework="pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
 
 
 def _imitated(batch: MicroBatch) -> Tensor:
