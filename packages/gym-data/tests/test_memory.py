@@ -54,7 +54,7 @@ def measured(path: Path, folder: Path, cache: Path) -> dict[str, int]:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.timeout(3600)
 def test_five_gigabytes_are_prepared_within_one_gibibyte(smollm2_folder: Path, tmp_path: Path) -> None:
     rows = write_long_words(tmp_path / "big.jsonl", FILE_BYTES, smollm2_folder)
