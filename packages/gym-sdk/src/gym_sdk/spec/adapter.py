@@ -19,7 +19,8 @@ class _Adapter(SpecModel):
     """Modules that are trained whole and saved with the adapter, by name endings, such as `[lm_head]`."""
 
     init_from: Annotated[str, FilePath()] | None = None
-    """A folder with an adapter to start from, such as the SFT adapter before a preference run."""
+    """A folder with an adapter to start from, such as the SFT adapter before a preference run. It keeps its rank, its
+    targets and the like; others beside it are refused."""
 
 
 class LoraAdapter(_Adapter):

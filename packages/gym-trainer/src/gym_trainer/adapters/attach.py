@@ -10,6 +10,7 @@ from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, FreezeAdapter, FullAdapter, LoraAdapter
 from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import frozen_experts_note
+from gym_trainer.adapters.init_from import require_same
 from gym_trainer.adapters.peft_configs import left_out_of_all_linear, peft_config, require_modules
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def attach(
         from gym_serve.models import load_adapter
 
         trained = load_adapter(model, adapter.init_from, trainable=True)
+        require_same(trained.peft_config["default"], adapter, new_token_ids)
     else:
         from peft import get_peft_model
 
