@@ -200,7 +200,7 @@ class Soak:
         data = self.daemon.data_dir / "rows.jsonl"
         data.write_text(ROW)
         file = await gym.files.upload(data)
-        while self._goes_on:
+        while self._goes_on or not self.findings.num_jobs:
             steps = self._chance.randrange(20, 200)
             spec = {
                 "name": f"steps-{steps}",

@@ -69,6 +69,9 @@ class _Watched:
         self.url: str = url
         self._client = httpx.Client(timeout=_HEALTH_S)
 
+    def _moves_to(self, url: str) -> None:
+        self.url = url
+
     def is_healthy(self) -> bool:
         """Whether it answers and its engine lives."""
         try:
@@ -155,7 +158,7 @@ class StartedServer(_Watched):
             "DO_NOT_TRACK": "1",
         }
         self._process = _spawn(self.command(port), environment)
-        self.url = f"http://127.0.0.1:{port}"
+        self._moves_to(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + self._settings.vllm_start_timeout_s
         while is_wanted() and not self.is_healthy():
             if (ended := self.has_ended()) is not None:
