@@ -10,7 +10,7 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError
 
 app: App = App(name="bench", help="Measure this machine.")
-app.command("gym_data.cli.bench:bench", name="data")
+app.command("gym_data.cli.bench:bench", name="data", help="Measure how fast chats become packed tokens.")
 
 
 @app.command
