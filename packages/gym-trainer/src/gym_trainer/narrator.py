@@ -14,6 +14,7 @@ from gym_sdk.cli import console
 from gym_sdk.errors import GymError
 from gym_sdk.events import EventWriter, LogLevel, RunState
 from gym_sdk.rundir import RunDir
+from gym_trainer.loop.interrupt import SIGNALS
 
 _EVENT_INTERVAL_S = 1.0
 
@@ -72,7 +73,10 @@ def recording(run: RunDir, *, quiet: bool = False) -> Iterator[Narrator]:
         raise KeyboardInterrupt
 
     on_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, stop) if on_main_thread else None
+    # A terminal that goes away hangs up; under nohup that is ignored, and stays so.
+    numbers = [number for number in SIGNALS if number != signal.SIGINT]
+    heard = [number for number in numbers if on_main_thread and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heard}
     with EventWriter(run.events_path) as events:
         try:
             yield Narrator(events, quiet=quiet)
@@ -81,13 +85,14 @@ def recording(run: RunDir, *, quiet: bool = False) -> Iterator[Narrator]:
             raise
         except KeyboardInterrupt:
             events.state(RunState.CANCELLED, f"interrupted; go on with: gym train --resume {run.path}")
+            console.hint(f"go on with: gym train --resume {run.path}")
             raise
         except BaseException as error:
             events.state(RunState.FAILED, f"{type(error).__name__}: {error}")
             raise
         finally:
-            if on_main_thread:
-                signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class TwoFoldProgress:

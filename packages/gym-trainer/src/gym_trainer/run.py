@@ -224,15 +224,15 @@ def make_plan(
         DoesNotFit: it needs more memory than there is; the message says what would fit.
     """
     import torch
-    from transformers import AutoConfig
 
+    from gym_serve.models import read_config
     from gym_trainer.adapters.prequantized import check_prequantized
     from gym_trainer.fast.host_memory import keep_freed_memory
     from gym_trainer.planning import detect, render
     from gym_trainer.planning import plan as choose
     from gym_trainer.planning.source import shape_of
 
-    config = AutoConfig.from_pretrained(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
+    config = read_config(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
     check_prequantized(config, spec)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
     if apart := objective.resident_bytes(hardware.training_dtype):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gym_serve.models.adapters import AdapterInfo, inspect_adapter, load_adapter
+    from gym_serve.models.config import read_config
     from gym_serve.models.load import load_model
     from gym_serve.models.progress import ProgressCallback
     from gym_serve.models.resolution import ResolvedModel, resolve
@@ -20,6 +21,7 @@ _HOMES = {
     "load_adapter": "adapters",
     "load_model": "load",
     "ProgressCallback": "progress",
+    "read_config": "config",
     "ResolvedModel": "resolution",
     "resolve": "resolution",
     "ServeTarget": "target",
@@ -35,6 +37,7 @@ __all__ = [
     "load_adapter",
     "load_model",
     "open_target",
+    "read_config",
     "resolve",
 ]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gym_sdk.errors import MissingExtra, ModelError
 from gym_serve.models._suggest import nearest
 from gym_serve.models.cache import file_sha256
+from gym_serve.models.safetensors_header import header_shapes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -82,7 +83,7 @@ def inspect_adapter(folder: Path | str) -> AdapterInfo:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        shapes = _header_shapes(weights)
+        shapes = header_shapes(weights)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder} is damaged: {error}", hint="copy or download it again") from error
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
@@ -194,18 +195,3 @@ def _module_of(key: str) -> str:
         if part == "token_adapter":
             return ".".join(parts[:i])
     return ".".join(parts[:-1])
-
-
-def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in a safetensors header: 8 bytes of length, then JSON. Checks that the file holds what it promises."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            raise ValueError(f"{path.name} is not a safetensors file")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end != size:
-        raise ValueError(f"{path.name} is {size} bytes long and should be {8 + length + end}")
-    return {key: tuple(entry["shape"]) for key, entry in header.items()}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from gym_sdk.errors import MissingExtra, ModelError
+from gym_serve.models.config import config_hint, first_line
 from gym_serve.models.resolution import ResolvedModel
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 SCORE_HEAD = "score"
 """The name of the head of transformers' sequence classifiers over decoders."""
+
+_MISMATCH = "ignore_mismatched_sizes"
+"""The setting that transformers names where weights and configuration have other shapes."""
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -46,6 +50,8 @@ def load_model(
     """
     try:
         import torch
+        from huggingface_hub.errors import StrictDataclassError
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     except ImportError as error:
         raise MissingExtra("loading a model", package="gym-serve", extra="torch") from error
@@ -72,10 +78,13 @@ def load_model(
             loaded: Any = auto_class.from_pretrained(
                 resolved.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ModelError(f"{resolved.source} cannot be loaded: {_first_line(error)}", hint=_hint(str(error))) from error
+        told = "its weights have other shapes than its config.json says" if _MISMATCH in str(error) else None
+        raise ModelError(
+            f"{resolved.source} cannot be loaded: {told or first_line(error)}", hint=config_hint(str(error))
+        ) from error
     model: PreTrainedModel = loaded[0]
     new_head = f"{SCORE_HEAD}." if scores is not None else None
     if missing := sorted(key for key in loaded[1]["missing_keys"] if new_head is None or not key.startswith(new_head)):
@@ -141,15 +150,3 @@ def _quantization(kind: Literal["nf4", "int8"], dtype: torch.dtype) -> object:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _hint(text: str) -> str | None:
-    if "trust_remote_code" in text:
-        return "its code runs only with model.trust_remote_code=true; read that code first"
-    if "does not recognize this architecture" in text or "model type" in text:
-        return "a newer transformers may know it: pip install -U transformers"
-    return None

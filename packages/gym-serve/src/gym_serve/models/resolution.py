@@ -25,6 +25,7 @@ from gym_serve.models import _hub
 from gym_serve.models._suggest import nearest
 from gym_serve.models.cache import file_sha256
 from gym_serve.models.progress import ProgressCallback, silent
+from gym_serve.models.safetensors_header import header_shapes
 
 _PACKAGE = "package:"
 
@@ -94,7 +95,8 @@ def resolve(source: str, *, revision: str | None = None, on_progress: ProgressCa
     if _looks_like_a_path(source):
         raise ModelError(
             f"there is no file or folder {source}",
-            hint=nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
+            hint=_hub_id_of(source)
+            or nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
             or "a hub model is written owner/name, such as Qwen/Qwen3-8B",
         )
     folder, commit = _hub.snapshot(source, revision, report)
@@ -104,8 +106,23 @@ def resolve(source: str, *, revision: str | None = None, on_progress: ProgressCa
     )
 
 
+def _hub_id_of(source: str) -> str | None:
+    """The hub id in an address that was copied from a browser."""
+    scheme, _, rest = source.partition("://")
+    parts = rest.split("/")
+    if scheme not in ("http", "https") or len(parts) < 3:
+        return None
+    return f"a hub model is written owner/name: {parts[1]}/{parts[2]}"
+
+
 def _looks_like_a_path(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source or source.endswith(".gguf")
+    return (
+        source.startswith((".", "/", "~"))
+        or "://" in source
+        or source.count("/") > 1
+        or "\\" in source
+        or source.endswith(".gguf")
+    )
 
 
 def _local(source: str, path: Path, report: ProgressCallback, revision: str | None) -> ResolvedModel:
@@ -149,6 +166,11 @@ def check_folder(folder: Path) -> None:
             hint="pickle files can run code when opened; convert with transformers' save_pretrained first",
         )
     _check_shards(folder)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            header_shapes(path)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{folder} is damaged: {error}", hint="copy or download the file again") from error
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(
             f"{folder} has no tokenizer.json",
@@ -160,7 +182,12 @@ def _check_shards(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
-    needed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        needed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{index} has no weight_map that can be read", hint="copy or download the file again"
+        ) from error
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         raise ModelError(

@@ -75,9 +75,9 @@ class Base:
 
     def config(self) -> Any:
         """The base's transformers configuration."""
-        from transformers import AutoConfig
+        from gym_serve.models import read_config
 
-        return AutoConfig.from_pretrained(self.resolved.folder)
+        return read_config(self.resolved.folder)
 
     @property
     def template_sha256(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at the next step with a checkpoint; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and a lost terminal end a run at the next step with a checkpoint; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 
 class StopRequest:
@@ -29,8 +31,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup a hang-up is to be ignored
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gym_sdk.errors import ModelError
 from gym_trainer.planning.decision import DataShape
 
 if TYPE_CHECKING:
@@ -24,18 +23,10 @@ def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
     Raises:
         ModelError: no such model, or an architecture that the installed transformers does not know.
     """
-    from transformers import AutoConfig
+    from gym_serve.models import read_config
 
     folder = _local_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(
-            str(folder or model.source), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"no configuration of {model.source}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}",
-            hint="check model.source; a hub model needs the network for its config.json",
-        ) from error
+    config = read_config(folder or model.source, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return config, folder
 
 

@@ -48,10 +48,11 @@ def write_gguf(model_folder: Path, out: Path, base: Base, *, quant: Quant, name:
         RunFailed: what was read back is not what was written.
     """
     from gguf import GGUFWriter
-    from transformers import AutoConfig
+
+    from gym_serve.models import read_config
 
     require_free(out)
-    config = AutoConfig.from_pretrained(model_folder)
+    config = read_config(model_folder)
     family = family_of(config)
     out.parent.mkdir(parents=True, exist_ok=True)
     staged = out.with_name(f".{out.name}.partial-{os.getpid()}")
