@@ -160,8 +160,7 @@ class _Bench:
         initial = trained_weights(trained)
         self._expert_gradients = _watch(trained, lambda name: "lora_" in name and "expert" in name)
         losses = self._fit(trained, spec, "lora")
-        if not losses[-1] < losses[0]:
-            raise Failed(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
+        _require_lower(losses)
         self._trained = trained.eval()
         self._trained_logits = probe_logits(trained, probe_ids(self.base))
         save_adapter(trained, self.scratch / "adapter", self.base, initial=initial, metadata={})
@@ -205,8 +204,7 @@ class _Bench:
         fused = {name for name, weight in expert_weights(trained).items() if weight.ndim == 3}
         gradients = _watch(trained, lambda name: name in fused)
         losses = self._fit(trained, spec, "full")
-        if not losses[-1] < losses[0]:
-            raise Failed(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
+        _require_lower(losses)
         changed = sum(not torch.equal(p.detach(), initial[name]) for name, p in trained.named_parameters())
         if changed < 0.5 * len(initial):
             raise Failed(f"only {changed} of {len(initial)} weights changed")
@@ -224,8 +222,7 @@ class _Bench:
         model = load_model(self.base.resolved, dtype="float32", quantization="nf4")
         spec = self._spec(_LORA, 2, 1e-2)
         losses = self._fit(attach(model, spec.adapter, seed=0).model, spec, "qlora")
-        if not losses[-1] < losses[0]:
-            raise Failed(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
+        _require_lower(losses)
         return Outcome(status="pass")
 
     def _fresh(self) -> Any:
@@ -291,6 +288,11 @@ def _watch(model: nn.Module, chosen: Callable[[str], bool]) -> dict[str, torch.T
 @torch.no_grad()
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits.double()
+
+
+def _require_lower(losses: list[float]) -> None:
+    if not losses[-1] < losses[0]:
+        raise Failed(f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
 def _require_near(what: str, one: torch.Tensor, other: torch.Tensor) -> None:

@@ -182,13 +182,14 @@ def _check_gemma_windows(period: int) -> Callable[[Any], None]:
         expected = [
             "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(len(config.layer_types))
         ]
-        _require(list(config.layer_types) == expected, f"not every {period}th layer, and only those, sees everything")
+        _require(list(config.layer_types) == expected, f"full attention is not in one layer of every {period}")
         per_head = config.hidden_size / config.num_attention_heads
         known = (head_dim_of(config), per_head) if config.num_hidden_layers in (46, 62) else (head_dim_of(config),)
         _require(config.query_pre_attn_scalar in known, f"scores are scaled by {config.query_pre_attn_scalar}")
         if period == 6:
             local = config.rope_parameters.get("sliding_attention", {})
-            _require(local.get("rope_theta") == 10000.0, "rotary base of windowed layers")
+            theta = local.get("rope_theta")
+            _require(theta == 10000.0, f"windowed layers have the rotary base {theta}, not 10000")
 
     return check
 
