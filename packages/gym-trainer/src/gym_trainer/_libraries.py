@@ -25,4 +25,6 @@ def quieten_libraries() -> None:
     logging.disable_progress_bar()
     # Said at every import on processors with AVX-512 BF16: an optional kernel for generation, which Gym does not use.
     getLogger("bitsandbytes.backends.cpu.ops").setLevel(ERROR)
+    for text in ("Setting `save_embedding_layers`", "You have requested `ensure_weight_tying`"):
+        warnings.filterwarnings("ignore", message=text, category=UserWarning, module=r"peft\..*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")

@@ -67,6 +67,13 @@ def test_a_run_from_its_file_to_its_report_then_merged(folder: Path, capsys: pyt
     assert "lora" not in " ".join(load_file(folder / "out" / "model.safetensors"))
     assert gym(["export", str(run.path), "--merge", "out"]) == 2
     assert "is in use" in capsys.readouterr().err
+    assert gym(["export", str(run.path), "--gguf", "notes.gguf", "--quant", "f16"]) == 0
+    assert capsys.readouterr().out == "notes.gguf\n"
+    assert (folder / "notes.gguf").read_bytes()[:4] == b"GGUF"
+    assert 'PARAMETER stop "<|im_end|>"' in (folder / "notes.Modelfile").read_text()
+    assert (folder / "notes.md").read_text().startswith("---\nlibrary_name: gguf")
+    assert gym(["export", str(run.path)]) == 2
+    assert "name what to write" in capsys.readouterr().err
     assert gym(["eval", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["num_rows"] == 2
     assert gym(["train", "--resume", str(run.path)]) == 2

@@ -20,6 +20,7 @@ def matrix(
     jobs: Annotated[int, Parameter(help="Processes side by side.")] = 1,
     results: Annotated[Path | None, Parameter(help="Folder of the results; a run goes on with what is there.")] = None,
     again: Annotated[Literal["none", "failed", "all"], Parameter(help="Which kept results to make again.")] = "none",
+    kept: Annotated[bool, Parameter(negative="", help="Try nothing: use the kept results alone.")] = False,
     page: Annotated[Path | None, Parameter(help="Write the whole matrix to this Markdown file.")] = None,
     timeout_s: Annotated[float, Parameter(help="The longest that one architecture may take.")] = 180.0,
     memory_gb: Annotated[float, Parameter(help="The most memory that one may use (GB of 10^9 bytes).")] = 6.0,
@@ -34,12 +35,17 @@ def matrix(
     require_torch("trying architectures")
 
     from gym_trainer.matrix.architectures import all_architectures
-    from gym_trainer.matrix.child import versions
+    from gym_trainer.matrix.child import read_result, versions
     from gym_trainer.matrix.page import line, render, summary
     from gym_trainer.matrix.runner import run_matrix
     from gym_trainer.records import write_text
 
     chosen = _chosen(all_architectures(), only)
+    folder = results or cache_dir() / "matrix"
+    untried: list[str] = []
+    if kept:
+        untried = [a.model_type for a in chosen if read_result(folder / f"{a.model_type}.json") is None]
+        chosen = [architecture for architecture in chosen if architecture.model_type not in untried]
     with console.progress(len(chosen), "architectures", "matrix") as bar:
 
         def show(row: object, is_new: bool) -> None:
@@ -49,7 +55,7 @@ def matrix(
 
         rows = run_matrix(
             chosen,
-            results or cache_dir() / "matrix",
+            folder,
             jobs=jobs,
             timeout_s=timeout_s,
             memory_bytes=int(memory_gb * 1e9),
@@ -57,7 +63,7 @@ def matrix(
             on_row=show,
         )
     if page is not None:
-        write_text(page, render(rows, versions()))
+        write_text(page, render(rows, versions(), untried=untried))
         console.err(f"wrote {page}")
     if json:
         console.out_json({"versions": versions(), "rows": [asdict(row) | {"passed": row.passed} for row in rows]})

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from gym_sdk.cli.console import format_duration
 from gym_sdk.rundir import RunDir
 from gym_trainer.exporting.folder import METADATA_NAME
 from gym_trainer.exporting.score import score_usage
@@ -72,9 +73,11 @@ def render_card(
     lines += ["## Training", "", *table(("", ""), words.run_rows(facts)), ""]
     if facts["training"]:
         training = facts["training"]
+        measured = facts["plan"].get("measured") or {}
+        took = f" It took {format_duration(measured['time_s'])} of computing." if measured.get("time_s") else ""
         lines += [
             f"{training['num_steps']} steps over {words.count(training['num_tokens'])} tokens; the loss went from "
-            f"{words.number(training['first_loss'])} to {words.number(training['last_loss'])}.",
+            f"{words.number(training['first_loss'])} to {words.number(training['last_loss'])}.{took}",
             "",
         ]
     lines += ["## Data", "", *table(("", ""), words.data_rows(facts)), ""]

@@ -101,13 +101,14 @@ def _find(renderer: ChatRenderer) -> Surroundings:
     between, rest = rest.split(f"{_MARK}a")
     middle, closing = rest.split(f"{_MARK}w")
     # `between` ends the user's turn and opens the assistant's, as `closing` does; `middle` ends the assistant's turn
-    # and opens the user's. What opens the user's turn is the common end of `middle` and `opening`.
-    before_user = _common_end(middle, opening)
-    after_assistant = middle.removesuffix(before_user)
-    prompt = _common_end(between, closing)
-    after_user = closing.removesuffix(prompt)
+    # and opens the user's. What opens the user's turn is the common end of `middle` and `opening`; what ends it is what
+    # ends the assistant's, where there is such a thing.
     if between != closing:
         raise ValueError("the answer opens in another way than its prompt")
+    before_user = _common_end(middle, opening)
+    after_assistant = middle.removesuffix(before_user)
+    after_user = after_assistant if between.startswith(after_assistant) else ""
+    prompt = between.removeprefix(after_user)
     before = {"user": before_user, "assistant": prompt}
     after = {"user": after_user, "assistant": after_assistant}
     start = opening.removesuffix(before_user)

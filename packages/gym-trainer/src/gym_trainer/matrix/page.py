@@ -20,9 +20,9 @@ _HEAD = """# Models
 <!-- Written by `gym matrix --page docs/models.md`; changes by hand are lost. -->
 
 Every causal language model class of transformers {transformers}, tried with a tiny random model on a processor
-(torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). {passed} of {total} decoder classes pass everything that
-applies; {experts} of them are mixtures of experts whose experts learn. The command `gym matrix` repeats all of it.
-
+(torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). {passed} of {total} decoder classes tried pass everything
+that applies; {experts} of them are mixtures of experts whose experts learn. The command `gym matrix` repeats all of it.
+{untried}
 | column | what passed means |
 | --- | --- |
 | load | saved, loaded as a run loads it, twice to equal logits |
@@ -39,13 +39,14 @@ A dash: the step does not apply. Notes say why something did not pass.
 """
 
 
-def render(rows: Sequence[Row], versions: dict[str, Any]) -> str:
-    """The page as Markdown."""
+def render(rows: Sequence[Row], versions: dict[str, Any], *, untried: Sequence[str] = ()) -> str:
+    """The page as Markdown. `untried` are model types without a result yet."""
     decoders = [row for row in rows if row.group == "decoder"]
     facts = {name: versions.get(name) or "not installed" for name in ("transformers", "torch", "peft", "bitsandbytes")}
     passed = [row for row in decoders if row.passed]
     experts = sum(row.num_expert_weights > 0 for row in passed)
-    text = _HEAD.format(**facts, passed=len(passed), total=len(decoders), experts=experts)
+    missing = f"\nNot tried yet with these versions: {', '.join(untried)}.\n" if untried else ""
+    text = _HEAD.format(**facts, passed=len(passed), total=len(decoders), experts=experts, untried=missing)
     for group in GROUPS:
         if members := sorted((row for row in rows if row.group == group), key=lambda row: row.model_type):
             text += f"\n## {_TITLES[group]}\n\n{_table(members)}"
