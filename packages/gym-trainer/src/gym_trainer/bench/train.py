@@ -6,6 +6,7 @@ after `num_warm_steps`, between two synchronisations; the ceiling is a matrix pr
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import platform
 import time
@@ -97,7 +98,7 @@ def bench_train(
         )
         for name, run, fast in bench.ways():
             try:
-                with applied(model, fast) if fast is not None else nullcontext():
+                with applied(model, fast, _refuse) if fast is not None else nullcontext():
                     row = bench.measure(name, run, report)
             except (RuntimeError, ImportError) as error:
                 report.failures[name] = str(error).splitlines()[0]
@@ -154,6 +155,12 @@ class _Bench:
             yield "gym: packed, chunked loss", self.packed, plain
             if lora:
                 yield "gym: + lean LoRA products", self.packed, FastPath()
+            if lora and on_cuda:
+                fused = FastPath(fused=True)
+                yield "gym: fused layers", self.packed, fused
+                fused = fused.with_recompute(every_layer)
+                yield "gym: fused, every layer recomputed", self.packed, fused
+                yield "gym: the same, inputs in host memory", self.packed, dataclasses.replace(fused, offload=True)
             if self.settings.compile:
                 yield "gym: + compiled layers", self.packed, FastPath(compile=True)
                 if on_cuda:
@@ -215,6 +222,10 @@ class _Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _refuse(reason: str) -> None:
+    raise RuntimeError(f"not fused: {reason}")
 
 
 def _model(config: PreTrainedConfig, settings: BenchSettings, device: torch.device, dtype: torch.dtype) -> Any:

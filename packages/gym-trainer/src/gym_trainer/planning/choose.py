@@ -19,7 +19,7 @@ from gym_trainer.fast.apply import FastPath
 from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, SpeedPlan
 from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
 from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
-from gym_trainer.planning.memory import MemoryPlan, StaticMemory, overhead
+from gym_trainer.planning.memory import MemoryPlan, StaticMemory, overhead, product_workspace
 from gym_trainer.planning.parts import parts_of, why_not_compiled, why_not_fused
 from gym_trainer.planning.speed import Work
 
@@ -240,6 +240,7 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
     early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
     reference = _reference_bytes(estimator.spec, static)
     peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)
+    peak += product_workspace(estimator.hardware)
     activations = min(peak, micro_batch.memory.activations(estimator.num_layers, num_recomputed))
     return MemoryPlan(
         weights=static.frozen_weights + static.trained_weights + reference,

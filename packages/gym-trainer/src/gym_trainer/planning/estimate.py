@@ -41,8 +41,8 @@ _COMPILED_RECOMPUTED = 0.27
 _COMPILED_TRAFFIC = 0.4
 _COMPILED_RECOMPUTED_WORK = 0.74
 _COMPILED_HOST = 0.15
-_FUSED_HOST = 1.45
-"""An operation of a fused layer takes the host this much longer: most are launches of Triton (8B, 2,048 tokens)."""
+_FUSED_HOST = 1.3
+"""An operation of a fused layer takes the host this much longer: most are launches of Triton (docs/performance.md)."""
 _CHECKPOINT_HOST = 2.5
 """An operation inside `torch.utils.checkpoint` takes the host this much longer: saved tensors pass through hooks."""
 
@@ -286,7 +286,10 @@ class Estimator:
             recomputation = self._with_copies(recomputation, whole, num_tokens)
         memory = dataclasses.replace(
             memory,
-            recomputed_base=recomputed[1].peak_bytes - per_layer(recomputed) * long,
+            # copies out and back are under way for an input more each
+            recomputed_base=recomputed[1].peak_bytes
+            - per_layer(recomputed) * long
+            + 2 * offload * self.input_bytes(num_tokens),
             recomputed_per_layer=recomputed_bytes,
         )
         return MicroBatchEstimate(

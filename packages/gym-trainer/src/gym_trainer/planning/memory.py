@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CUDA_CONTEXT_BYTES = 600 * MIB  # the driver's, outside the allocator
-_CUBLAS_WORKSPACE_BYTES = 32 * MIB
+_PRODUCT_WORKSPACE_BYTES = 64 * MIB
+"""What matrix products allocate for themselves, and the parts of sums over tokens."""
 _FRAGMENTATION = 0.03
 
 
@@ -124,5 +125,10 @@ class LayerMemory:
 def overhead(hardware: Hardware, allocated: int) -> int:
     """Memory that is neither tensors nor workspace: the CUDA context and lost blocks, or the process itself."""
     if hardware.kind == "cuda":
-        return _CUDA_CONTEXT_BYTES + _CUBLAS_WORKSPACE_BYTES + int(_FRAGMENTATION * allocated)
+        return _CUDA_CONTEXT_BYTES + int(_FRAGMENTATION * allocated)
     return process_bytes()
+
+
+def product_workspace(hardware: Hardware) -> int:
+    """Bytes beside the tensors that a simulation sees."""
+    return _PRODUCT_WORKSPACE_BYTES if hardware.kind == "cuda" else 0

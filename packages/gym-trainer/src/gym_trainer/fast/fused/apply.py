@@ -94,6 +94,7 @@ def fused_layers(model: nn.Module, num_recomputed: int = 0, *, offload: bool = F
     try:
         for number, layer in enumerate(layers):
             fused.append(FusedLayer(layer, recompute=number < num_recomputed, store=store))
+            _give_back_memory()
         fused[0].refresh = Refresh([joined for layer in fused for joined in layer.joined])
         _show_equal(_body(model), fused)
         with forwards_replaced({layer.layer: layer.forward for layer in fused}):
@@ -103,6 +104,13 @@ def fused_layers(model: nn.Module, num_recomputed: int = 0, *, offload: bool = F
             fused[0].refresh = None  # it knows every matrix; else all of them would be there until the last is released
         for layer in fused:
             layer.release()
+            _give_back_memory()
+
+
+def _give_back_memory() -> None:
+    """The old weights' blocks fit no joined matrix: kept by the allocator, they would be held beside the new ones."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def margin_bytes(model: nn.Module) -> int:
