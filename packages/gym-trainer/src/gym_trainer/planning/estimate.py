@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -197,7 +197,7 @@ class Estimator:
 
     def input_bytes(self, num_tokens: int) -> int:
         """Of one layer's input."""
-        weight = self.simulations.models[0].get_input_embeddings().weight
+        weight = cast(Any, self.simulations.models[0]).get_input_embeddings().weight
         return num_tokens * weight.shape[1] * weight.element_size()
 
     def _with_copies(self, recomputation: Work, whole: Work, num_tokens: int) -> Work:

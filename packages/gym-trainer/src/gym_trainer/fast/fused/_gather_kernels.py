@@ -3,6 +3,10 @@
 A layer has fourteen of them, and a launch for each costs the device more than the copy.
 """
 
+# Triton reads a kernel's parameters itself: their types are not Python's.
+# pyright: reportMissingParameterType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -5,6 +5,10 @@ Every tensor is a matrix of rows with unit stride inside a row and any stride be
 Legend: T tokens, D hidden size, I width of the activation, O outputs of joined layers, E head dimension.
 """
 
+# Triton reads a kernel's parameters itself: their types are not Python's.
+# pyright: reportMissingParameterType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

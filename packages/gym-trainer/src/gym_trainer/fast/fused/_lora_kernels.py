@@ -6,6 +6,10 @@ are float32. Small matrices have 16, 32 or 64 columns.
 Legend: T tokens, I width of a linear layer's input, O of its output, N columns of LoRA, S parts of a sum.
 """
 
+# Triton reads a kernel's parameters itself: their types are not Python's.
+# pyright: reportMissingParameterType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

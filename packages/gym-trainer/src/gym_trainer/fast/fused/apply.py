@@ -66,7 +66,7 @@ def _why_not(layer: nn.Module) -> str | None:
     if not any(isinstance(m, LoraLayer) for m in linear):
         return "the layers have no LoRA"
     for m in linear:
-        reason = why_not_lean(m) if isinstance(m, LoraLayer) else None
+        reason = why_not_lean(cast(nn.Module, m)) if isinstance(m, LoraLayer) else None
         if reason is None and not isinstance(m, LoraLayer) and type(m) is not nn.Linear:
             reason = f"{type(m).__name__} is not a plain linear layer"
         if reason is not None:

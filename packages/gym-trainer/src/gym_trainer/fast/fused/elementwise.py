@@ -129,12 +129,13 @@ def rotate_backward(
     query, key, _ = _heads(qkv_TO, *sizes)
     out_query, out_key, out_value = _heads(out_TO, *sizes)
     out_value.copy_(grad_value_TKE)
+    weights, eps = _parts(norms)
     for x, grad, out, number in ((query, grad_query_THE, out_query, 0), (key, grad_key_TKE, out_key, 1)):
         turned_low, turned_high = (_wide(grad) * sin_TE[:, None]).chunk(2, dim=-1)
         unrotated = _wide(grad) * cos_TE[:, None] + torch.cat([turned_high, -turned_low], dim=-1)
-        if norms is not None:
-            rstd = _head_rstd(x, norms[2 + number])[..., None]
-            unrotated = unrotated * norms[number]
+        if weights is not None:
+            rstd = _head_rstd(x, eps[number])[..., None]
+            unrotated = unrotated * weights[number]
             unit = _wide(x) * rstd
             unrotated = rstd * (unrotated - unit * (unrotated * unit).mean(-1, keepdim=True))
         out.copy_(unrotated)

@@ -170,9 +170,12 @@ class _FusedLayer(torch.autograd.Function):
         return y_TD.view(ctx.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_BLD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's own stub takes any
+        ctx: Any, grad_BLD: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         if ctx.stored is not None:
+            assert call.layer.store is not None
             x_TD = call.layer.store.take(ctx.stored)
             ctx.stored = None
         else:
