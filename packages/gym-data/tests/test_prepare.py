@@ -56,6 +56,20 @@ def test_when_every_row_is_dropped_preparation_fails_and_says_why(smollm2_folder
     assert not any(entry.is_dir() for entry in (tmp_path / "prepared").iterdir()), "a failed build left something"
 
 
+def test_a_weight_that_leaves_no_row_is_said(smollm2_folder: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "r.jsonl", [chat("q", "a")] * 3)
+    data = DataSpec(train=[DataSource(source=source.source, weight=1e-9)], max_length=64)
+    with pytest.raises(DataError, match=r"no training row is left of 3: .*weight"):
+        prepare(data, smollm2_folder, cache_dir=tmp_path, seed=0)
+
+
+def test_a_chat_template_that_is_not_there_is_named_with_its_field(smollm2_folder: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "r.jsonl", [chat("q", "a")])
+    data = DataSpec(train=[source], chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(DataError, match=r"none.jinja: data.chat_template: .*cannot be read: No such file"):
+        prepare(data, smollm2_folder, cache_dir=tmp_path, seed=0)
+
+
 def test_overflow_truncates_at_the_end_or_drops(smollm2_folder: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "r.jsonl", [chat("q", "word " * 100), chat("q", "a")])
     cut = prepare(DataSpec(train=[source], max_length=64), smollm2_folder, cache_dir=tmp_path, seed=0)

@@ -86,6 +86,14 @@ ONE_FAULT = [
         "run.yaml:4: output.dir: holds the character U+0000, which no UTF-8 file or file name "
         'can have; got "a\\u0000b"',
     ),
+    (
+        "train: {micro_batch_tokens: 99999999999999999999}",
+        "run.yaml:4: train.micro_batch_tokens: a number beyond 1000000000000000; got 99999999999999999999",
+    ),
+    (
+        "adapter: {targets: []}",
+        "run.yaml:4: adapter.targets: names no module; leave it out for all linear layers",
+    ),
     # Slips of the pen, with what was meant
     ("adapter: {rank: 8.0}", "run.yaml:4: adapter.rank: must be a whole number from 1 to 4096; got 8.0; write 8"),
     (

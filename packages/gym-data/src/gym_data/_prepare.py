@@ -132,6 +132,12 @@ class _Build:
             source.remove()
         report.rows_train -= report.rows_eval_split
         train = TokenStore(target / "train")
+        if not train.num_groups:
+            raise DataError(
+                f"no training row is left of {report.rows_in}: data.train[].weight or data.eval.split takes all",
+                where=Where(file=self.data.train[0].source),
+                hint="raise the weight or lower the split, so that at least one row is trained",
+            )
         report.lengths = LengthStats.of(train.lengths)
         if self.data.packing_strategy == "wrapped":
             train = self._wrapped(target / "train")

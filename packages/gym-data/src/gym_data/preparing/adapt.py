@@ -17,7 +17,12 @@ def template_of(data: DataSpec) -> str | None:
     try:
         return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the chat template cannot be read: {error}", where=Where(file=data.chat_template)) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"the chat template cannot be read: {reason}",
+            where=Where(file=data.chat_template, path="data.chat_template"),
+            hint="name a Jinja file in UTF-8, or leave it out for the model's own template",
+        ) from None
 
 
 def adapted(messages: tuple[Message, ...], data: DataSpec, record: Record) -> tuple[Message, ...]:

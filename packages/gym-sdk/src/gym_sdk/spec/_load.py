@@ -75,7 +75,7 @@ def _validate(document: Document, name: str, *, base: FilePath | None, overrides
     data = _with_default_kinds(data, ROOT)
     reporter = Reporter(Document(data, document.lines), ROOT, name, touched)
     try:
-        if not (problems := reporter.unwritable_texts()):
+        if not (problems := reporter.unusable_values()):
             return RunSpec.model_validate(data)
     except ValidationError as error:
         problems = reporter.problems(error)

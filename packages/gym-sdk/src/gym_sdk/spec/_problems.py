@@ -17,6 +17,9 @@ from gym_sdk.spec._overrides import COMMAND_LINE
 
 CONFLICT = "conflict"
 
+LARGEST = 10**15
+"""More than anything that is counted here, and exact in every format that a number passes through."""
+
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 """U+0000 ends file names; half a surrogate pair is how Python shows a byte that is not UTF-8."""
 
@@ -88,8 +91,8 @@ class Reporter:
         in_file = sorted(found.items(), key=lambda item: self.document.line(item[0]) or 0)
         return tuple(problem for _, problem in in_file)
 
-    def unwritable_texts(self) -> tuple[Problem, ...]:
-        """Texts that no file name and no saved specification can hold."""
+    def unusable_values(self) -> tuple[Problem, ...]:
+        """Texts that no file name and no saved specification can hold, and numbers beyond 64 bits."""
 
         def walk(value: Any, path: Path) -> Iterable[Problem]:
             if isinstance(value, dict):
@@ -98,6 +101,8 @@ class Reporter:
             elif isinstance(value, list):
                 for index, inner in enumerate(value):
                     yield from walk(inner, (*path, index))
+            elif isinstance(value, int) and abs(value) > LARGEST:
+                yield self.problem(path, f"a number beyond {LARGEST}; got {format_value(value)}")
             elif isinstance(value, str) and (bad := UNWRITABLE.search(value)):
                 message = f"holds the character U+{ord(bad[0]):04X}, which no UTF-8 file or file name can have"
                 yield self.problem(path, f"{message}; got {json.dumps(value[:60])}")

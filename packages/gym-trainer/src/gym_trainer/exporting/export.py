@@ -129,6 +129,7 @@ def base_of(spec: RunSpec) -> Base:
 
 def read_base(spec: RunSpec, resolved: ResolvedModel) -> Base:
     """The resolved model with the tokenizer and the template that the run trains with."""
-    template = spec.data.chat_template
-    text = Path(template).read_text(encoding="utf-8") if template is not None else None
+    from gym_data.preparing.adapt import template_of
+
+    text = template_of(spec.data)
     return Base.of(resolved, new_tokens=spec.model.new_tokens, chat_template=text)
