@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_artifacts import Fitted
+from test_adapter_artifacts import Fitted
 from tiny_folder import write_tiny_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,8 +24,15 @@ def main() -> None:
     torch.set_num_threads(1)
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
     args = trl.SFTConfig(
         output_dir=str(out / "trainer"),
         assistant_only_loss=True,

@@ -48,7 +48,7 @@ def _weights(spec: RunSpec) -> list[Conflict]:
             found.append(
                 ("output.merge", f"adapter kind {adapter.kind} has no adapter to merge; the result is a whole model")
             )
-    if adapter.kind not in ("full", "freeze") and not adapter.targets:
+    if adapter.kind != "full" and adapter.kind != "freeze" and not adapter.targets:
         found.append(("adapter.targets", "names no module; leave it out for all linear layers"))
     if adapter.kind == "lora":
         if adapter.init == "loftq" and model.quantization != "nf4":

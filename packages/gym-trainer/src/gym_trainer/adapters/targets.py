@@ -68,7 +68,8 @@ def renamed_by_peft(model: PreTrainedModel) -> set[str]:
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # pyright: ignore[reportPrivateUsage]
+    patterns: dict[str, str] = conversion._MODEL_TO_CONVERSION_PATTERN  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    pattern = patterns.get(model.config.model_type)
     if pattern not in conversion._MOE_FUSED_TARGETS:  # pyright: ignore[reportPrivateUsage]
         return set()
     return set(conversion._MOE_TARGET_MODULE_MAPPING[pattern])  # pyright: ignore[reportPrivateUsage]

@@ -256,7 +256,7 @@ def training_arguments(
         # A stream is put back to its place by us; Trainer would read and drop every row before it.
         ignore_data_skip=num_rows is None,
         # the best evaluation's weights must be on disk
-        save_steps=train.eval_every_steps if train.keep == "best" else every,
+        save_steps=train.eval_every_steps or every if train.keep == "best" else every,
         load_best_model_at_end=train.keep == "best",
         greater_is_better=False,
         restore_callback_states_from_checkpoint=train.early_stopping_patience is not None,

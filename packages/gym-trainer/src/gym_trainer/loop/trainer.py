@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,9 @@ class GymTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Trainer's own by name, or the one that it has no name for."""
-        if self.optimizer is None and self._build_optimizer is not None:
-            self.optimizer = self._build_optimizer(self.model if model is None else model, self.args)
+        chosen = cast(torch.optim.Optimizer | None, self.optimizer)  # None until this method is called
+        if chosen is None and self._build_optimizer is not None:
+            self.optimizer = self._build_optimizer(cast(nn.Module, self.model if model is None else model), self.args)
         return super().create_optimizer(model)
 
     def use_weights_of_training(self, training: bool) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from gym_data.store import Document
 from gym_trainer.fast.packing import PackedLayout
 from gym_trainer.loop.batch import Row, make_micro_batch
 
 _LENGTHS = (12, 33, 9, 21)
 _FIRST_ID, _LAST_ID = 3, 258  # every id between is a byte of the tiny tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Document:
-    ids: np.ndarray
-    loss_mask: np.ndarray
 
 
 class RandomRows:
@@ -28,11 +22,12 @@ class RandomRows:
         random = np.random.default_rng(0)
         self.lengths_N = np.array(_LENGTHS)
         self.documents = [
-            _Document(
+            Document(
                 ids=random.integers(_FIRST_ID, _LAST_ID, length).astype(np.uint32),
                 loss_mask=np.ones(length, dtype=np.uint8),
+                row=number,
             )
-            for length in _LENGTHS
+            for number, length in enumerate(_LENGTHS, start=1)
         ]
 
     def __len__(self) -> int:

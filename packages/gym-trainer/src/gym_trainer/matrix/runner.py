@@ -57,7 +57,8 @@ def run_matrix(
 def row_of(data: dict[str, Any]) -> Row:
     """A row from its plain data."""
     checks = {name: Outcome(**outcome) for name, outcome in data["checks"].items()}
-    return Row(**(data | {"aliases": tuple(data["aliases"]), "checks": checks}))
+    plain: dict[str, Any] = data | {"aliases": tuple(data["aliases"]), "checks": checks}
+    return Row(**plain)
 
 
 def _end(child: Any, timeout_s: float) -> str:

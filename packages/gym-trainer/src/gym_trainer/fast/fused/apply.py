@@ -165,7 +165,8 @@ _PROBE_LENGTHS = (150, 106)
 
 
 def _body(model: nn.Module) -> Any:
-    causal = cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model)
+    wrapper = cast(Any, model)
+    causal = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
     return getattr(causal, causal.base_model_prefix)
 
 

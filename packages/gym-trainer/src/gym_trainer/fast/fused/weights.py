@@ -160,7 +160,7 @@ class JoinedWeight:
         self.matrix = self.matrix.new_empty(0)
 
     def _joined_bias(self) -> torch.Tensor | None:
-        biases = [part.base.bias for part in self.parts]
+        biases = [cast(torch.Tensor | None, part.base.bias) for part in self.parts]
         if all(bias is None for bias in biases):
             return None
         first = self.parts[0].base.weight
