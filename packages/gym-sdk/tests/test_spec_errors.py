@@ -88,7 +88,7 @@ ONE_FAULT = [
     ),
     (
         "train: {micro_batch_tokens: 99999999999999999999}",
-        "run.yaml:4: train.micro_batch_tokens: a number beyond 1000000000000000; got 99999999999999999999",
+        "run.yaml:4: train.micro_batch_tokens: a number beyond 9223372036854775807; got 99999999999999999999",
     ),
     (
         "adapter: {targets: []}",

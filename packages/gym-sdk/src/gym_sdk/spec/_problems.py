@@ -17,8 +17,8 @@ from gym_sdk.spec._overrides import COMMAND_LINE
 
 CONFLICT = "conflict"
 
-LARGEST = 10**15
-"""More than anything that is counted here, and exact in every format that a number passes through."""
+LARGEST = 2**63 - 1
+"""What 64 bits hold; larger whole numbers are lost or refused further on."""
 
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 """U+0000 ends file names; half a surrogate pair is how Python shows a byte that is not UTF-8."""
