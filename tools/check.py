@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Every public symbol has its type written down here; the other packages are strict, but leave some to inference.
-FULLY_TYPED = ("gym_sdk", "gym_data")
+# Every public symbol has its type written down here; gym_trainer is strict, but leaves some to inference.
+FULLY_TYPED = ("gym_sdk", "gym_data", "gym_serve")
 GENERATED = "/_proto/"
 LOCK = REPOSITORY / "requirements.lock"
 MAX_LINES = 600

@@ -20,8 +20,8 @@ class RandomRows:
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
-        self.lengths_N = np.array(_LENGTHS)
-        self.documents = [
+        self.lengths_N: np.ndarray = np.array(_LENGTHS)
+        self.documents: list[Document] = [
             Document(
                 ids=random.integers(_FIRST_ID, _LAST_ID, length).astype(np.uint32),
                 loss_mask=np.ones(length, dtype=np.uint8),

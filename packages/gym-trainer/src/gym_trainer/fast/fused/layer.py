@@ -70,18 +70,22 @@ class FusedLayer:
         """`recompute`: keep the layer's input only, in `store` where there is one."""
         module = cast(Any, layer)
         attention, mlp = module.self_attn, module.mlp
-        self.layer, self.attention, self.recompute, self.store = layer, attention, recompute, store
-        self.own_forward = layer.forward
-        self.qkv = JoinedWeight([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = JoinedWeight([attention.o_proj])
-        self.both = JoinedWeight([mlp.gate_proj, mlp.up_proj])
-        self.down = JoinedWeight([mlp.down_proj])
+        self.layer: nn.Module = layer
+        self.attention: Any = attention
+        self.recompute: bool = recompute
+        self.store: HostStore | None = store
+        self.own_forward: Callable[..., Any] = layer.forward
+        self.qkv: JoinedWeight = JoinedWeight([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out: JoinedWeight = JoinedWeight([attention.o_proj])
+        self.both: JoinedWeight = JoinedWeight([mlp.gate_proj, mlp.up_proj])
+        self.down: JoinedWeight = JoinedWeight([mlp.down_proj])
         self._lora = [m for m in layer.modules() if isinstance(m, LoraLinear)]
-        self.norm_in, self.norm_middle = module.input_layernorm, module.post_attention_layernorm
+        self.norm_in: Any = module.input_layernorm
+        self.norm_middle: Any = module.post_attention_layernorm
         self.head_dim: int = attention.head_dim
-        self.num_heads = self.qkv.parts[0].base.out_features // self.head_dim
-        self.num_key_heads = self.qkv.parts[1].base.out_features // self.head_dim
-        self.head_norms = None
+        self.num_heads: int = self.qkv.parts[0].base.out_features // self.head_dim
+        self.num_key_heads: int = self.qkv.parts[1].base.out_features // self.head_dim
+        self.head_norms: ops.HeadNorms | None = None
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm, attention.k_norm
             self.head_norms = ops.HeadNorms(

@@ -62,12 +62,13 @@ class JoinedWeight:
             else:
                 self.parts.append(_Part(base, rows))
         first = self.parts[0].base
-        self.num_inputs, self.num_outputs = first.in_features, num_outputs
-        self.num_lora = padded_columns(num_lora)
-        self.matrix = first.weight.new_empty(num_outputs + self.num_lora, self.num_inputs + self.num_lora)
+        self.num_inputs: int = first.in_features
+        self.num_outputs: int = num_outputs
+        self.num_lora: int = padded_columns(num_lora)
+        self.matrix: torch.Tensor = first.weight.new_empty(num_outputs + self.num_lora, self.num_inputs + self.num_lora)
         self.matrix[num_outputs:].zero_()
         self.matrix[:, self.num_inputs :].zero_()
-        self.bias_O = self._joined_bias()
+        self.bias_O: torch.Tensor | None = self._joined_bias()
         self._gradients: Gradients | None = None
         for part in self.parts:
             view = self.matrix[part.rows, : self.num_inputs]
