@@ -191,7 +191,7 @@ SPECS = st.fixed_dictionaries(
                     "kind": st.just("lora"),
                     "rank": st.integers(1, 4096),
                     "alpha": st.none() | POSITIVE,
-                    "targets": TEXTS | st.lists(TEXTS),
+                    "targets": TEXTS | st.lists(TEXTS, min_size=1),
                 }
             ),
         ),
