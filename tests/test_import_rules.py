@@ -46,6 +46,7 @@ COMPUTES = {
         "gym_trainer.evaluation",
         "gym_trainer.planning",  # runs the step on torch's meta device
         "gym_trainer.bench",
+        "gym_trainer.matrix",
     ),
 }
 
