@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -80,6 +82,74 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nope", "nope is not on this machine"),
+        ("./nope", "there is no file or folder ./nope"),
+        ("package:no_such_module/x.gguf", "no_such_module"),
+        ("empty", "has no config.json"),
+        ("rows.jsonl", "is a .jsonl file"),
+    ],
+)
+def test_a_model_that_is_not_there_ends_the_command_before_anything_listens(
+    tmp_path: Path, model: str, message: str
+) -> None:
+    (tmp_path / "serve.toml").write_text('[engine]\nkind = "stand_in_engine:start"\n', encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    data_dir = tmp_path / "data"
+    options = ("--port", "0", "--grpc-port", "0", "--data-dir", str(data_dir), "--settings", "serve.toml")
+    result = gym("serve", model, *options, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "listening" not in result.stderr
+    assert "Traceback" not in result.stderr
+    with closing(sqlite3.connect(data_dir / "gym.db")) as database:
+        assert database.execute("SELECT id FROM models").fetchall() == [], "it is not remembered as a model"
+
+
+def test_a_data_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "gym.db").write_bytes(b"no database at all" * 100)
+    for folder, message in (
+        (tmp_path / "file", "the data directory cannot be written: File exists"),
+        (tmp_path / "file" / "below", "the data directory cannot be written: Not a directory"),
+        (Path("/proc/gym"), "the data directory cannot be written: No such file or directory"),
+        (broken, "the database cannot be opened: file is not a database"),
+    ):
+        result = gym("serve", "--data-dir", str(folder), cwd=tmp_path)
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_text("nothing\n", encoding="utf-8")
+    (tmp_path / "serve.toml").write_text(
+        '[engine]\nkind = "stand_in_engine:start"\n[server]\ntls_certificate = "cert.pem"\ntls_key = "key.pem"\n',
+        encoding="utf-8",
+    )
+    result = gym("serve", "--port", "0", "--grpc-port", "0", "--settings", "serve.toml", cwd=tmp_path)
+    assert (result.returncode, "cert.pem: the TLS certificate" in result.stderr) == (2, True), result.stderr
+
+
+def test_serve_an_adapter_folder(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "tiny")
+    adapter = write_adapter_folder(tmp_path / "patrol", "patrol")
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = str(base)
+    (adapter / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with DaemonProcess(tmp_path / "data", str(adapter)) as daemon:
+        daemon.wait_ready()
+        client = openai.OpenAI(base_url=f"{daemon.http_url}/v1", api_key=daemon.key)
+        assert [model.id for model in client.models.list()] == ["tiny", "patrol"]
+        answer = client.chat.completions.create(model="patrol", messages=[{"role": "user", "content": "hi"}])
+        assert answer.choices[0].message.content == "patrol"
 
 
 def test_a_run_that_made_no_model_is_refused_with_the_next_step(tmp_path: Path) -> None:

@@ -28,8 +28,15 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="database-reader")
-        self._writing = self._writer.submit(connect, path).result()
-        self._writer.submit(migrate, self._writing, path).result()
+        try:
+            self._writing = self._writer.submit(connect, path).result()
+            self._writer.submit(migrate, self._writing, path).result()
+        except sqlite3.DatabaseError as error:
+            raise UserError(
+                f"the database cannot be opened: {error}",
+                where=Where(file=str(path)),
+                hint="restore it from a backup, or give this daemon a directory of its own with --data-dir",
+            ) from None
         self._reading = self._reader.submit(connect, path).result()
 
     async def write(self, function: Callable[[sqlite3.Connection], T]) -> T:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -18,18 +19,17 @@ from typing import IO
 
 import uvicorn
 
-from gym_data.experience import LIBRARY_FILE
 from gym_sdk._proto.gym.v1 import files_pb2, inference_pb2, jobs_pb2, models_pb2, server_pb2
 from gym_sdk.client import local_key_path
 from gym_sdk.errors import GymError, OutputInUse, UserError, Where
-from gym_sdk.rundir import RunDir
-from gym_sdk.spec import SPEC_VERSION, TrainingFreeGrpo, load_spec
+from gym_sdk.spec import SPEC_VERSION
 from gym_serve._changes import Changes
 from gym_serve._database import Database
 from gym_serve.auth import JobKeys, Key, Keyring, ensure_local_key, list_keys, take_environment_keys, write_private
-from gym_serve.catalog import EVERYONE, Catalog, Model
+from gym_serve.catalog import Catalog, Model
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.service import FileService
+from gym_serve.first_model import register
 from gym_serve.generation import Generation
 from gym_serve.gpus import GpuPlan, plan_gpus
 from gym_serve.grpc import convert
@@ -72,8 +72,7 @@ class Daemon:
         """Opens the data directory. Raises `OutputInUse` where another daemon has it."""
         self.settings: Settings = settings
         data_dir = settings.data_dir
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = _lock(data_dir)
+        self._lock = _take(data_dir)
         self.database: Database = Database(data_dir / "gym.db")
         self.metrics: Metrics = Metrics()
         environment_keys = take_environment_keys(os.environ)
@@ -163,7 +162,7 @@ class Daemon:
         await self.database.write(lambda connection: ensure_local_key(connection, key_path))
         await self.catalog.load()
         if self.settings.engine.model:
-            self._first = await self.register(self.settings.engine.model)
+            self._first = await register(self.catalog, self.settings.engine.model)
         certificate = _certificate(self.settings)
         self._grpc = GrpcServer(
             self.rpc_methods(),
@@ -208,31 +207,6 @@ class Daemon:
         addresses = {"pid": os.getpid(), "http_url": self.http_url, "grpc_target": self.grpc_target}
         write_private(self.settings.data_dir / ADDRESS_FILE, json.dumps(addresses))
         logger.info("listening at %s and %s; this machine's key is in %s", self.http_url, self.grpc_target, key_path)
-
-    async def register(self, source: str) -> Model:
-        """A model that the operator names: a run directory's result, or a base by its source."""
-        path = Path(source).expanduser()
-        if not (path / "run.json").is_file():
-            return await self.catalog.add_base(str(path.absolute()) if path.exists() else source)
-        run = RunDir.open(path.absolute())
-        spec = await asyncio.to_thread(load_spec, run.spec_path)
-        model = spec.model
-        if (run.experience_dir / LIBRARY_FILE).is_file():
-            # The model's name is the endpoint's, which may have been this daemon with another source for it.
-            names = [*([spec.method.student.model] if isinstance(spec.method, TrainingFreeGrpo) else []), model.source]
-            found = next((found for name in names if name and (found := self.catalog.find(EVERYONE, name))), None)
-            base = found or await self.catalog.add_base(model.source, revision=model.revision)
-            return await self.catalog.add_experiences(run.experience_dir, base, model_id=run.path.name, owner=EVERYONE)
-        if run.adapter_dir.is_dir():
-            base = await self.catalog.add_base(model.source, revision=model.revision)
-            return await self.catalog.add_adapter(run.adapter_dir, base, model_id=run.path.name, owner=EVERYONE)
-        if run.model_dir.is_dir():
-            return await self.catalog.add_base(str(run.model_dir), model_id=run.path.name)
-        raise UserError(
-            f"the run has made no model yet; it is {run.state()}",
-            where=Where(file=source),
-            hint=f"gym train --resume {source}",
-        )
 
     async def stop(self) -> None:
         """Takes no new calls, lets those that run end, and leaves the jobs running."""
@@ -340,9 +314,17 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _lock(data_dir: Path) -> IO[str]:
-    """Held for as long as the process lives."""
-    file = (data_dir / "daemon.lock").open("w")
+def _take(data_dir: Path) -> IO[str]:
+    """A lock on the data directory, which is made where it is not there; held for as long as the process lives."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (data_dir / "daemon.lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"the data directory cannot be written: {error.strerror}",
+            where=Where(file=str(data_dir)),
+            hint="--data-dir takes another one",
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -371,7 +353,9 @@ def _address(host: str, port: int) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        # The protocol is named because only then does asyncio switch Nagle's algorithm off, which holds a token back
+        # until the client has acknowledged the one before: up to 40 ms.
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except socket.gaierror as error:
@@ -392,6 +376,17 @@ def _certificate(settings: Settings) -> tuple[bytes, bytes] | None:
     if not server.tls_certificate:
         return None
     try:
+        # Loaded here to find out whether they are a pair, while nothing listens yet.
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(server.tls_certificate, server.tls_key)
         return Path(server.tls_certificate).read_bytes(), Path(server.tls_key).read_bytes()
+    except ssl.SSLError as error:
+        raise UserError(
+            f"the TLS certificate and its key cannot be used: {error.reason or error}",
+            where=Where(file=server.tls_certificate),
+            hint="server.tls_certificate and server.tls_key are PEM files that belong together",
+        ) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=Where(file=str(error.filename))) from None
+        raise UserError(
+            f"the TLS certificate or its key cannot be read: {error.strerror}",
+            where=Where(file=str(error.filename or server.tls_certificate)),
+        ) from None

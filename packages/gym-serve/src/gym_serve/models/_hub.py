@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +23,43 @@ _UNWANTED = ["*/*", "consolidated*"]
 def snapshot(repo_id: str, revision: str | None, report: ProgressCallback) -> tuple[Path, str]:
     """The local folder and commit of a hub model."""
     from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    try:
+    with _told(repo_id, revision):
         if not HF_HUB_OFFLINE:
             try:
                 return _download(repo_id, revision, report)
             except hub.DryRunError:
                 pass  # the hub cannot be reached: what the cache holds may be enough
-        folder = Path(
-            snapshot_download(
-                repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
-            )
-        )
+        folder = _cached(repo_id, revision)
+    return folder, folder.name
+
+
+def check(repo_id: str, revision: str | None) -> None:
+    """Raise ModelError unless the model is in the cache, or the hub has it. Downloads nothing."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    with _told(repo_id, revision):
+        try:
+            _cached(repo_id, revision)
+        except hub.LocalEntryNotFoundError:
+            if HF_HUB_OFFLINE:
+                raise
+            try:
+                _files(repo_id, revision)
+            except hub.DryRunError as error:
+                raise hub.LocalEntryNotFoundError(str(error)) from error
+
+
+@contextmanager
+def _told(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Says the hub client's errors in Gym's words."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    try:
+        yield
     except hub.HFValidationError as error:
         raise ModelError(f"{repo_id!r} is neither a file, a folder, nor a hub id", hint=_hint(repo_id)) from error
     except hub.GatedRepoError as error:
@@ -58,10 +83,20 @@ def snapshot(repo_id: str, revision: str | None, report: ProgressCallback) -> tu
         raise ModelError(
             f"{repo_id} could not be downloaded: {error}", hint="run again: it goes on from there"
         ) from error
-    return folder, folder.name
 
 
-def _download(repo_id: str, revision: str | None, report: ProgressCallback) -> tuple[Path, str]:
+def _cached(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            repo_id, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
+        )
+    )
+
+
+def _files(repo_id: str, revision: str | None) -> list[DryRunFileInfo]:
+    """What would be downloaded, by the hub's word."""
     from huggingface_hub import snapshot_download
 
     planned: list[DryRunFileInfo] = snapshot_download(
@@ -69,6 +104,13 @@ def _download(repo_id: str, revision: str | None, report: ProgressCallback) -> t
     )
     if not any(file.filename.endswith(".safetensors") for file in planned):
         raise ModelError(f"{repo_id} has no safetensors weights", hint="look for a conversion of it that has")
+    return planned
+
+
+def _download(repo_id: str, revision: str | None, report: ProgressCallback) -> tuple[Path, str]:
+    from huggingface_hub import snapshot_download
+
+    planned = _files(repo_id, revision)
     commit = planned[0].commit_hash
     todo = sum(file.file_size or 0 for file in planned if file.will_download)
     if todo:
@@ -80,9 +122,7 @@ def _download(repo_id: str, revision: str | None, report: ProgressCallback) -> t
         )
         report(stage, todo, todo, "bytes")
     else:
-        folder = snapshot_download(
-            repo_id, revision=commit, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
-        )
+        folder = _cached(repo_id, commit)
     return Path(folder), commit
 
 

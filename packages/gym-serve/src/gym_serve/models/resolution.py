@@ -86,12 +86,33 @@ def resolve(source: str, *, revision: str | None = None, on_progress: ProgressCa
             not one that Gym reads.
     """
     report = on_progress or silent
-    if source.startswith(_PACKAGE):
-        path = _in_package(source)
+    path = _find(source)
+    if path is not None:
         return _local(source, path, report, revision)
+    folder, commit = _hub.snapshot(source, revision, report)
+    check_folder(folder)
+    return ResolvedModel(
+        source=source, kind="hub", folder=folder, revision=commit, known_content_id=f"hub:{source}@{commit}"
+    )
+
+
+def check_source(source: str, *, revision: str | None = None) -> None:
+    """Raise the ModelError of `resolve` for a model that is not there or is no model, without a download or a
+    conversion."""
+    path = _find(source)
+    if path is None:
+        _hub.check(source, revision)
+    else:
+        _check_local(source, path, revision)
+
+
+def _find(source: str) -> Path | None:
+    """The file or folder that a source names; None for a hub id."""
+    if source.startswith(_PACKAGE):
+        return _in_package(source)
     path = Path(source).expanduser()
     if path.exists():
-        return _local(source, path.absolute(), report, revision)
+        return path.absolute()
     if _looks_like_a_path(source):
         raise ModelError(
             f"there is no file or folder {source}",
@@ -99,11 +120,7 @@ def resolve(source: str, *, revision: str | None = None, on_progress: ProgressCa
             or nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
             or "a hub model is written owner/name, such as Qwen/Qwen3-8B",
         )
-    folder, commit = _hub.snapshot(source, revision, report)
-    check_folder(folder)
-    return ResolvedModel(
-        source=source, kind="hub", folder=folder, revision=commit, known_content_id=f"hub:{source}@{commit}"
-    )
+    return None
 
 
 def _hub_id_of(source: str) -> str | None:
@@ -126,22 +143,27 @@ def _looks_like_a_path(source: str) -> bool:
 
 
 def _local(source: str, path: Path, report: ProgressCallback, revision: str | None) -> ResolvedModel:
+    _check_local(source, path, revision)
+    if path.is_dir():
+        return ResolvedModel(source=source, kind="folder", folder=path)
+    from gym_serve.models.gguf import convert_once
+
+    folder, content_id = convert_once(path, report)
+    return ResolvedModel(source=source, kind="gguf", folder=folder, known_content_id=content_id)
+
+
+def _check_local(source: str, path: Path, revision: str | None) -> None:
     if revision is not None:
         raise ModelError(
             f"{source} is on this machine and has no revisions", hint="remove model.revision, or name a hub model"
         )
     if path.is_dir():
         check_folder(path)
-        return ResolvedModel(source=source, kind="folder", folder=path)
-    if path.suffix == ".gguf":
-        from gym_serve.models.gguf import convert_once
-
-        folder, content_id = convert_once(path, report)
-        return ResolvedModel(source=source, kind="gguf", folder=folder, known_content_id=content_id)
-    raise ModelError(
-        f"{source} is a {path.suffix or 'plain'} file",
-        hint="a model is a folder in Hugging Face layout, a .gguf file, or a hub id",
-    )
+    elif path.suffix != ".gguf":
+        raise ModelError(
+            f"{source} is a {path.suffix or 'plain'} file",
+            hint="a model is a folder in Hugging Face layout, a .gguf file, or a hub id",
+        )
 
 
 def check_folder(folder: Path) -> None:
@@ -150,7 +172,7 @@ def check_folder(folder: Path) -> None:
         if (folder / "adapter_config.json").is_file():
             raise ModelError(
                 f"{folder} holds an adapter, not a model",
-                hint="name its base as the model, and the adapter with adapter.init_from or `gym serve --adapter`",
+                hint="train: name its base, and the adapter in adapter.init_from; serve: gym serve takes the folder",
             )
         found = sorted(folder.glob("*.gguf"))
         raise ModelError(
