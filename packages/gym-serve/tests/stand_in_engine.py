@@ -1,5 +1,7 @@
 """An engine for tests of the daemon: no weights, one token of text a step for every request, and told what to do.
 
+A step takes `STAND_IN_STEP_S`; an idle engine begins one when a request comes, as a real one does.
+
 The prompt's text may hold directives: `say:WORD` answers WORD (else: the adapter's own word, else `base`), `tokens:N`
 answers N words `0 1 2 ...`, `digest` answers `prompt_digest` of the prompt's ids, `crash` fails the whole engine,
 `hang` never ends. Tokens are the bytes of a byte-level tokenizer (see `model_folder`).
@@ -54,7 +56,7 @@ class StandInEngine:
         self._tokenizer = tokenizer
         self._words: dict[str, str] = {}
         self._open: dict[str, tuple[TokenStream, list[int], int]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._counts = {"prompt": 0, "generated": 0, "steps": 0}
         self._failed = False
         self._closing = False
@@ -76,6 +78,7 @@ class StandInEngine:
         with self._lock:
             self._open[request.id] = (stream, ids, 0)
             self._counts["prompt"] += len(request.prompt_ids)
+            self._lock.notify()
         return stream
 
     def _answer(self, request: GenerationRequest) -> list[int]:
@@ -117,13 +120,19 @@ class StandInEngine:
         )
 
     def close(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
         self._thread.join()
         for request_id in list(self._open):
             self.abort(request_id)
 
     def _run(self) -> None:
-        while not self._closing:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._open or self._closing)
+            if self._closing:
+                return
             time.sleep(STEP_S)
             with self._lock:
                 items = list(self._open.items())

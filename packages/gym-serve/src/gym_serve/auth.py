@@ -149,6 +149,8 @@ class JobKeys:
 
     def job_of(self, secret: str) -> str | None:
         """The job whose key this is; None where it is none."""
+        if not secret.startswith(self._PREFIX):
+            return None
         job_id = secret.removeprefix(self._PREFIX).rpartition(".")[0]
         own = self.secret_of(job_id).encode()
         return job_id if hmac.compare_digest(own, secret.encode("utf-8", "surrogateescape")) else None

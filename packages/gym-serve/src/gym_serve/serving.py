@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from gym_data.experience import ExperienceLibrary, read_library
 from gym_sdk.errors import GymError, UserError
@@ -78,6 +78,8 @@ class LoadedBase:
     num_open: int = 0
     """Requests that run on it."""
     used_at: float = 0.0
+    heals_itself: bool = False
+    """Whether the engine is a `SelfHealing` one: asked once, for looking a protocol's members up takes its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ class Serving:
             loaded.num_open -= 1
 
         try:
-            await _until_alive(loaded.engine)
+            await _until_alive(loaded)
             chat_model = loaded.chat_model
             below = self._catalog.stands_on(model) if model.kind is ModelKind.EXPERIENCES else model
             if below.kind is ModelKind.ADAPTER:
@@ -214,7 +216,7 @@ class Serving:
         if loaded is None or loaded.engine is not ready.chat_model.engine:
             return
         logger.error("engine of %s failed: %s", loaded.base.id, error.message)
-        if not isinstance(loaded.engine, SelfHealing):
+        if not loaded.heals_itself:
             self._num_replaced += 1
             await self._close(loaded)
 
@@ -260,6 +262,7 @@ class Serving:
             engine=engine,
             chat_model=await asyncio.to_thread(ChatModel, engine, resolved.folder),
             used_at=time.monotonic(),
+            heals_itself=isinstance(engine, SelfHealing),
         )
         self._bases[base.id] = loaded
         return loaded
@@ -305,10 +308,11 @@ class Serving:
         logger.info("unloaded %s", loaded.base.id)
 
 
-async def _until_alive(engine: Engine) -> None:
+async def _until_alive(loaded: LoadedBase) -> None:
     """Waits while an engine restarts itself. Raises `EngineError` when that takes too long."""
-    if not isinstance(engine, SelfHealing):
+    if not loaded.heals_itself:
         return
+    engine = cast(SelfHealing, loaded.engine)
     deadline = time.monotonic() + _RESTART_S
     while not engine.is_alive:
         if time.monotonic() > deadline:

@@ -31,7 +31,7 @@ def chat_routes(generation: Generation, streams: StreamLimiter) -> list[Route]:
         chat = body.to_request()
         if not body.stream:
             with streams.hold(call_of(request).key):
-                return JSONResponse(await until_disconnect(request, _whole(generation, request, body, chat)))
+                return JSONResponse(await until_disconnect(request.receive, _whole(generation, request, body, chat)))
         # Entered here, so that a refusal is an HTTP error; left when the stream ends or its client goes away.
         async with AsyncExitStack() as stack:
             stack.enter_context(streams.hold(call_of(request).key))

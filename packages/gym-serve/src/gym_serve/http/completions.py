@@ -36,7 +36,7 @@ def completion_routes(generation: Generation, streams: StreamLimiter) -> list[Ro
             raise invalid(f"at most {_MAX_PROMPTS} prompts a call", field="prompt")
         if not body.stream:
             with streams.hold(call_of(request).key):
-                return JSONResponse(await until_disconnect(request, _whole(generation, request, body)))
+                return JSONResponse(await until_disconnect(request.receive, _whole(generation, request, body)))
         if len(prompts) > 1:
             raise invalid("a stream continues one prompt; send several calls", field="prompt")
         async with AsyncExitStack() as stack:

@@ -44,7 +44,7 @@ def _endpoint(method: Method, streams: StreamLimiter):
         message = _parse(method, await request.body(), media_type == "application/json")
         if method.is_long:
             with streams.hold(call.key):
-                answer = await until_disconnect(request, method.unary(message, call))
+                answer = await until_disconnect(request.receive, method.unary(message, call))
         else:
             answer = await method.unary(message, call)
         return Response(_serialize(answer, media_type == "application/json"), media_type=media_type)

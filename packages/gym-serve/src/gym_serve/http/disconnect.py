@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 T = TypeVar("T")
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client closes its connection (`ClientDisconnect`).
 
     The body must have been read before: what comes from the connection now can only be its end.
     """
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
 
     working = asyncio.ensure_future(work)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from gym_serve.errors import FieldViolation, Reason, ServiceError
 
 M = TypeVar("M", bound=BaseModel)
+_encode_json = msgspec.json.Encoder().encode
 
 
 def error_body(error: ServiceError) -> dict[str, object]:
@@ -70,7 +71,7 @@ def _invalid_body(error: ValidationError) -> ServiceError:
 
 def sse(data: object) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode_json(data) + b"\n\n"
 
 
 SSE_END = b"data: [DONE]\n\n"

@@ -144,21 +144,24 @@ def _streams(scope: Scope) -> bool:
 def _limited(receive: Receive, headers: Headers, limit: int) -> Receive:
     """The body, refused above `limit` bytes: by its announced length at once, else when they have come."""
     announced = headers.get("content-length", "0")
-    too_large = ServiceError(Reason.REQUEST_INVALID, f"the body is larger than {limit} bytes", http_status=413)
     received = 0
 
     async def limited() -> Message:
         nonlocal received
         if announced.isdigit() and int(announced) > limit:
-            raise too_large
+            raise _too_large(limit)
         message = await receive()
         if message["type"] == "http.request":
             received += len(message.get("body", b""))
             if received > limit:
-                raise too_large
+                raise _too_large(limit)
         return message
 
     return limited
+
+
+def _too_large(limit: int) -> ServiceError:
+    return ServiceError(Reason.REQUEST_INVALID, f"the body is larger than {limit} bytes", http_status=413)
 
 
 def _deadline(headers: Headers) -> float | None:
