@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +33,14 @@ class Trained:
 Gym = Callable[..., Done]
 
 
-def run_gym(*arguments: str | Path, code: int = 0, cwd: Path = REPOSITORY, stdin: str = "") -> Done:
+def run_gym(
+    *arguments: str | Path, code: int = 0, cwd: Path = REPOSITORY, stdin: str = "", env: Mapping[str, str] | None = None
+) -> Done:
     """`gym ARGUMENTS` in a process of its own; fails when the exit code is another, or on any traceback."""
     done = subprocess.run(
         [str(COMMAND), *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120"},
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120", **(env or {})},
         input=stdin,
         capture_output=True,
         text=True,

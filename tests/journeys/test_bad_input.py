@@ -1,4 +1,7 @@
-"""Guards wrong input: one message with the place and the next step, exit code 2, and no half-made run."""
+"""Guards wrong input: one message with the place and the next step, exit code 2, and no half-made run.
+
+What is wrong with a file is said before torch is imported, which takes seconds: Python lists its imports.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ class Mistake:
     rows: str | None = ROW * 4
     overrides: tuple[str, ...] = ()
     names: tuple[str, ...] = field(default=())
+    needs_torch: bool = False
+    """To be found."""
 
 
 MISTAKES = {
@@ -45,7 +50,7 @@ MISTAKES = {
     "a model that is not there": Mistake(overrides=("model.source=./no/such/model",), names=("no/such/model",)),
     "a package that is not there": Mistake(overrides=("model.source=package:no_such/m.gguf",), names=("no_such",)),
     "too little memory": Mistake(
-        overrides=("performance.memory_limit_gb=0.5",), names=("0.5 GiB", "weights", "activations")
+        overrides=("performance.memory_limit_gb=0.5",), names=("0.5 GiB", "weights", "activations"), needs_torch=True
     ),
     "an output folder that is a file": Mistake(overrides=("output.dir=rows.jsonl",), names=("rows.jsonl",)),
 }
@@ -58,10 +63,14 @@ def test_a_mistake_is_one_message_with_its_place_and_exit_code_2(
     (tmp_path / "run.yaml").write_text(mistake.spec, encoding="utf-8")
     if mistake.rows is not None:
         (tmp_path / "rows.jsonl").write_text(mistake.rows, encoding="utf-8")
-    done = gym("train", "run.yaml", *mistake.overrides, code=2, cwd=tmp_path)
+    listing = {"PYTHONPROFILEIMPORTTIME": "1"}
+    done = gym("train", "run.yaml", *mistake.overrides, code=2, cwd=tmp_path, env=listing)
+    imports = [line for line in done.err.splitlines() if line.startswith("import time:")]
+    said = "\n".join(line for line in done.err.splitlines() if not line.startswith("import time:"))
     assert done.out == ""
     for name in mistake.names:
-        assert name in done.err, done.err
+        assert name in said, said
+    assert any(line.endswith(" torch") for line in imports) == mistake.needs_torch
     assert not list(tmp_path.glob("runs/*/adapter")), "nothing that looks complete"
     assert not list(tmp_path.glob("runs/*/report.*")), "nothing that looks complete"
 

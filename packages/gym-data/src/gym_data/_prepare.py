@@ -37,8 +37,8 @@ from gym_sdk.spec.data import DataSource, DataSpec
 CODE_VERSION = 3
 """Raised whenever the same input prepares differently."""
 
-Progress = Callable[[str, int, int | None], None]
-"""`(stage, done, in all if known)`: files for the stage `fingerprint`, rows for `prepare`."""
+Progress = Callable[[str, int, int | None, str], None]
+"""`(stage, done, in all if known, unit)`."""
 
 NUM_SAMPLES = 3
 LARGE_BYTES = 32 << 20
@@ -76,12 +76,12 @@ def prepare(
     it, the options, the seed and the version of this code.
     """
     tokenizer = Tokenizer.from_folder(folder)
-    progress = on_progress or (lambda stage, done, total: None)
+    progress = on_progress or (lambda stage, done, total, unit: None)
     encoder = RowEncoder(tokenizer, data, objective, now)
     sources = [*data.train, *data.eval.sources]
     digests = []
     for index, source in enumerate(sources):
-        progress("fingerprint", index, len(sources))
+        progress("fingerprint", index, len(sources), "files")
         digests.append(open_input(source).digest())
     options = data.model_dump(mode="json", exclude={"num_workers", "packing", "streaming", "shuffle_buffer_rows"})
     readings = [text for template in encoder.templates for text in clock_readings(template, encoder.now)]
@@ -168,7 +168,7 @@ class _Build:
             expected = next(iter(reader.seen), None)
             rows += batch.num_rows
             count_batch(self.report, batch, is_eval=is_eval)
-            self.progress("prepare", self.report.rows_in, None)
+            self.progress("prepare", self.report.rows_in, None, "rows")
             yield batch
         reader.check_not_empty()
         index = len(self.report.sources)

@@ -19,10 +19,9 @@ def wait_without_spinning() -> None:
 
 
 def quieten_libraries() -> None:
-    """No bars of transformers for work of a second, and no warnings of its own deprecations."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    """No bars of transformers for work of a second, and no warnings of its own deprecations. To be called before
+    transformers is imported, and without importing it: what is wrong with the input is said sooner."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Said at every import on processors with AVX-512 BF16: an optional kernel for generation, which Gym does not use.
     getLogger("bitsandbytes.backends.cpu.ops").setLevel(ERROR)
     for text in ("Setting `save_embedding_layers`", "You have requested `ensure_weight_tying`"):

@@ -156,7 +156,7 @@ def check_inputs(spec: RunSpec) -> None:
 def resolve(spec: RunSpec, told: Narrator) -> Base:
     """The base model as a folder on this machine; what is downloaded or converted is said, with its size, before."""
     from gym_serve.models import resolve as resolve_model
-    from gym_trainer.exporting.export import read_base
+    from gym_trainer.exporting.folder import read_base
 
     with told.stages() as report_progress:
         resolved = resolve_model(spec.model.source, revision=spec.model.revision, on_progress=report_progress)
@@ -181,7 +181,7 @@ def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prep
             seed=spec.seed,
             objective=method.data_objective,
             now=datetime.fromisoformat(moment) if moment else None,
-            on_progress=lambda stage, done, total: report_progress(stage, done, total, "rows"),
+            on_progress=report_progress,
         )
     report = prepared.report
     if before is not None and before["fingerprint"] != report.fingerprint:

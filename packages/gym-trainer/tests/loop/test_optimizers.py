@@ -19,7 +19,8 @@ from gym_sdk.spec import spec_from_data
 from gym_trainer.loop import checkpoint, optimizers
 from gym_trainer.loop.batch import StoreRows
 from gym_trainer.loop.mirror import open_mirror
-from gym_trainer.loop.optimizers import MuonAndAdamW, require_optimizer
+from gym_trainer.loop.muon import MuonAndAdamW
+from gym_trainer.loop.optimizers import require_optimizer
 
 SHORT = {"epochs": 1, "checkpoint_every_steps": 3}
 INSTALLED = ["adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "sgd", "schedule_free_adamw"]

@@ -11,13 +11,12 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError, Where
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, load_spec
-from gym_trainer.exporting.folder import Base, size_bytes
+from gym_trainer.exporting.folder import Base, read_base, size_bytes
 from gym_trainer.exporting.merge import MergeCheck, MergeDtype, merge_adapter
 from gym_trainer.records import artifact_metadata
 from gym_trainer.run import require_torch
 
 if TYPE_CHECKING:
-    from gym_serve.models import ResolvedModel
     from gym_trainer.exporting.gguf.write import GgufFile, Quant
 
 
@@ -125,11 +124,3 @@ def base_of(spec: RunSpec) -> Base:
             console.err(f"{stage}{size}")
 
     return read_base(spec, resolve(spec.model.source, revision=spec.model.revision, on_progress=say))
-
-
-def read_base(spec: RunSpec, resolved: ResolvedModel) -> Base:
-    """The resolved model with the tokenizer and the template that the run trains with."""
-    from gym_data.preparing.adapt import template_of
-
-    text = template_of(spec.data)
-    return Base.of(resolved, new_tokens=spec.model.new_tokens, chat_template=text)

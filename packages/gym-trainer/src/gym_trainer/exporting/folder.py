@@ -14,6 +14,7 @@ from typing import Any
 
 from gym_data import ChatRenderer, Tokenizer
 from gym_sdk.errors import OutputInUse, Where
+from gym_sdk.spec import RunSpec
 from gym_serve.models import ResolvedModel
 from gym_trainer.exporting.score import scores_of, write_padding
 from gym_trainer.loop.checkpoint import sync_folder
@@ -151,6 +152,14 @@ def write_companions(folder: Path, base: Base, model: Any, metadata: dict[str, A
             **metadata,
         },
     )
+
+
+def read_base(spec: RunSpec, resolved: ResolvedModel) -> Base:
+    """The resolved model with the tokenizer and the template that the run trains with."""
+    from gym_data.preparing.adapt import template_of
+
+    text = template_of(spec.data)
+    return Base.of(resolved, new_tokens=spec.model.new_tokens, chat_template=text)
 
 
 def size_bytes(folder: Path) -> int:
