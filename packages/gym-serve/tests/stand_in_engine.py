@@ -24,11 +24,13 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
-    RequestRefused,
     Token,
     TokenStream,
+    check_adapter,
     check_request,
 )
+from gym_serve.engines.remote import RemoteEngine
+from gym_serve.engines.worker import WorkerSettings
 from gym_serve.models import ResolvedModel
 from gym_serve.settings import EngineSettings
 
@@ -48,7 +50,14 @@ def start(model: ResolvedModel, settings: EngineSettings) -> StandInEngine:
     return StandInEngine(Tokenizer.from_folder(model.folder))
 
 
+def start_process(model: ResolvedModel, settings: EngineSettings) -> RemoteEngine:
+    """The factory of the same engine in a process of its own (`stand_in_worker`)."""
+    return RemoteEngine(WorkerSettings(folder=str(model.folder)), worker="stand_in_worker")
+
+
 class StandInEngine:
+    """See the module."""
+
     context_length = 4096
     vocab_size = 259
 
@@ -64,13 +73,16 @@ class StandInEngine:
         self._thread.start()
 
     @property
+    def has_failed(self) -> bool:
+        return self._failed
+
+    @property
     def adapters(self) -> frozenset[str]:
         return frozenset(self._words)
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         check_request(request, context_length=self.context_length, vocab_size=self.vocab_size)
-        if request.adapter is not None and request.adapter not in self._words:
-            raise RequestRefused(f"no adapter {request.adapter} is loaded")
+        check_adapter(request.adapter, self._words)
         if self._failed:
             raise EngineError("the stand-in has crashed")
         stream = TokenStream(request, self.abort)

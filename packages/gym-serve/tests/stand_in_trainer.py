@@ -1,6 +1,7 @@
 """Plays `gym train` for the daemon's tests: makes a run directory, writes events, and ends as the run's name says.
 
 steps-N              N steps with a checkpoint each, then succeeds with an adapter
+paced-N              the same, 20 ms a step
 waits                steps until the file `go` appears in the run's folder, then succeeds
 workers              starts a worker with a session of its own, which starts another, and waits
 stubborn             the same, and ignores SIGTERM
@@ -99,8 +100,11 @@ def play(name: str, run: RunDir, events: EventWriter, resumed: bool) -> int:
         step(run, events, 2)
         os.kill(os.getpid(), signal.SIGKILL)
     first = len(list(run.checkpoints_dir.iterdir())) + 1
-    for number in range(first, int(name.rpartition("-")[2]) + 1 if name.startswith("steps-") else first + 2):
+    last = int(name.rpartition("-")[2]) if name.startswith(("steps-", "paced-")) else first + 1
+    for number in range(first, last + 1):
         step(run, events, number)
+        if name.startswith("paced-"):
+            time.sleep(0.02)
     return finish(run, events)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import cast
 
@@ -114,7 +114,6 @@ class Generation:
         stream: AnswerStream | None = None
         timer: asyncio.TimerHandle | None = None
         try:
-            # In a thread: rendering a long chat or compiling a grammar must not hold up the others' tokens.
             stream = await _start(ready, request)
             prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
             answer = Answer(model, prefix, stream, self._metrics, arrived)
@@ -164,6 +163,21 @@ async def _start(ready: Ready, request: ChatRequest | CompletionRequest) -> Answ
             return ready.chat_model.chat(request)
         return ready.chat_model.complete(request)
 
+    try:
+        # Rendering a long chat or compiling a grammar must not hold up the others' tokens; a short one takes less time
+        # than the way to a thread and back on a busy machine.
+        if request.is_short and ready.chat_model.experiences is None:
+            return start()
+        return await _in_thread(start)
+    except PromptTooLong as error:
+        raise ServiceError(Reason.CONTEXT_TOO_LONG, error.message, field="messages", hint=error.hint) from None
+    except UserError as error:
+        raise ServiceError(
+            Reason.REQUEST_INVALID, error.message, field=error.where.path if error.where else None, hint=error.hint
+        ) from None
+
+
+async def _in_thread(start: Callable[[], AnswerStream]) -> AnswerStream:
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
         return await asyncio.shield(starting)
@@ -171,9 +185,3 @@ async def _start(ready: Ready, request: ChatRequest | CompletionRequest) -> Answ
         # The thread cannot be stopped; what it starts must not go on without a reader.
         starting.add_done_callback(lambda task: None if task.exception() else task.result().abort())
         raise
-    except PromptTooLong as error:
-        raise ServiceError(Reason.CONTEXT_TOO_LONG, error.message, field="messages", hint=error.hint) from None
-    except UserError as error:
-        raise ServiceError(
-            Reason.REQUEST_INVALID, error.message, field=error.where.path if error.where else None, hint=error.hint
-        ) from None

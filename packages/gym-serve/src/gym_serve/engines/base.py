@@ -9,7 +9,7 @@ import asyncio
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,8 @@ class GenerationRequest:
 
 
 def check_request(request: GenerationRequest, *, context_length: int, vocab_size: int) -> None:
-    """Refuse what no engine with these limits could serve. Raises RequestRefused or PromptTooLong."""
+    """Refuse what no engine with these limits could serve. Raises RequestRefused or PromptTooLong, and MissingExtra
+    for a grammar where llguidance is not installed."""
     num_prompt_tokens = len(request.prompt_ids)
     if num_prompt_tokens == 0:
         raise RequestRefused("the prompt is empty", hint="give at least one token")
@@ -129,6 +130,16 @@ def check_request(request: GenerationRequest, *, context_length: int, vocab_size
     wrong = next((i for i in (*request.prompt_ids, *request.sampling.logit_bias) if not 0 <= i < vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token id {wrong} is not in the vocabulary of {vocab_size}")
+    if request.grammar is not None:
+        from gym_serve.engines.grammar import check_grammar
+
+        check_grammar(request.grammar)
+
+
+def check_adapter(adapter: str | None, loaded: Container[str]) -> None:
+    """Refuse an adapter that is not among the loaded ones. For engines, under the lock that pins it."""
+    if adapter is not None and adapter not in loaded:
+        raise RequestRefused(f"no adapter {adapter} is loaded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,31 +62,35 @@ class GrammarCompiler:
             self._tokenizers[stop_ids] = LLTokenizer(
                 self._path.read_text(encoding="utf-8"), n_vocab=self._vocab_size, eos_token=sorted(stop_ids) or None
             )
-        matcher = LLMatcher(self._tokenizers[stop_ids], check_grammar(grammar), log_level=0)
+        matcher = LLMatcher(self._tokenizers[stop_ids], _source(grammar), log_level=0)
         if matcher.is_error():
             raise RequestRefused(f"the grammar cannot be held: {matcher.get_error().strip()}")
         return GrammarMatcher(matcher)
 
 
-def check_grammar(grammar: str) -> str:
-    """The grammar as llguidance reads it. Needs neither torch nor a tokenizer.
+def check_grammar(grammar: str) -> None:
+    """Refuse a grammar that is not valid, or asks for what cannot be held. Needs neither torch nor a tokenizer.
 
     Raises:
-        RequestRefused: it is not valid, or asks for what cannot be held.
+        RequestRefused: with llguidance's reason.
         MissingExtra: llguidance is not installed.
     """
     try:
         from llguidance import LLMatcher
     except ImportError as error:
         raise MissingExtra("a response format", package="gym-serve", extra="torch") from error
-    if grammar.lstrip().startswith("{"):
-        try:
-            source = LLMatcher.grammar_from_json_schema(json.loads(grammar))
-        except ValueError as error:
-            raise RequestRefused(f"the schema is not JSON: {error}") from error
-    else:
-        source = LLMatcher.grammar_from_lark(grammar)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_source(grammar))
     if is_error:
         raise RequestRefused(f"the grammar cannot be held: {messages[0].strip()}")
-    return source
+
+
+def _source(grammar: str) -> str:
+    """The grammar as llguidance reads it."""
+    from llguidance import LLMatcher
+
+    if grammar.lstrip().startswith("{"):
+        try:
+            return LLMatcher.grammar_from_json_schema(json.loads(grammar))
+        except ValueError as error:
+            raise RequestRefused(f"the schema is not JSON: {error}") from error
+    return LLMatcher.grammar_from_lark(grammar)

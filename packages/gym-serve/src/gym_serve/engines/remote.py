@@ -30,9 +30,9 @@ from gym_serve.engines.base import (
     GenerationRequest,
     RequestRefused,
     TokenStream,
+    check_adapter,
     check_request,
 )
-from gym_serve.engines.grammar import check_grammar
 from gym_serve.engines.protocol import (
     Abort,
     Close,
@@ -60,13 +60,14 @@ CLOSE_TIMEOUT_S = 10.0
 class RemoteEngine:
     """An `Engine` whose work is done by a child process."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        """Start the process and wait until its model is loaded.
+    def __init__(self, settings: WorkerSettings, *, worker: str = "gym_serve.engines.worker") -> None:
+        """Start the process and wait until its model is loaded. `worker` is the module that runs in it.
 
         Raises:
             ModelError: as `load_model` and `TransformersEngine` raise.
         """
         self._settings = settings
+        self._worker = worker
         self._changed = threading.Condition()
         self._streams: dict[str, TokenStream] = {}
         self._num_tokens: Counter[str] = Counter()
@@ -75,6 +76,8 @@ class RemoteEngine:
         self._next_call = 0
         self._folders: dict[str, Path] = {}
         """The adapters that requests may name, and where each was loaded from."""
+        self._missing: set[str] = set()
+        """Those of them that a new process does not have yet."""
         self._stats = EngineStats()
         self._num_restarts = 0
         self._closing = False
@@ -100,9 +103,9 @@ class RemoteEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken now; False while the process is being started again."""
+        """Whether requests are taken now; False while the process is being started again, its adapters included."""
         with self._changed:
-            return self._connection is not None
+            return self._connection is not None and not self._missing
 
     @property
     def pid(self) -> int | None:
@@ -113,12 +116,11 @@ class RemoteEngine:
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Queue a request. See `Engine.submit`."""
         check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
-        if request.grammar is not None:
-            check_grammar(request.grammar)
         stream = TokenStream(request, self.abort)
         with self._changed:
-            if request.adapter is not None and request.adapter not in self._folders:
-                raise RequestRefused(f"no adapter {request.adapter} is loaded")
+            check_adapter(request.adapter, self._folders)
+            if request.adapter in self._missing:
+                raise EngineError("the adapter is being loaded again", hint="try again in a moment")
             self._streams[request.id] = stream
             try:
                 self._send(Submit.of(request))
@@ -145,6 +147,7 @@ class RemoteEngine:
         """Forget an adapter when its last request ends. See `Engine.unload_adapter`."""
         with self._changed:
             self._folders.pop(adapter, None)
+            self._missing.discard(adapter)
         self._call(lambda call: UnloadAdapter(call, adapter))
 
     def stats(self) -> EngineStats:
@@ -179,7 +182,7 @@ class RemoteEngine:
         if self._settings.num_threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._settings.num_threads)
         process = subprocess.Popen(
-            [sys.executable, "-m", "gym_serve.engines.worker", str(theirs.fileno()), settings],
+            [sys.executable, "-m", self._worker, str(theirs.fileno()), settings],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -266,6 +269,7 @@ class RemoteEngine:
             streams, self._streams = self._streams, {}
             calls, self._calls = self._calls, {}
             self._stats = replace(self._stats, num_running=0, num_waiting=0, kv_used_tokens=0)
+            self._missing = set(self._folders)
             if not self._closing:
                 self._num_restarts += 1
         if connection is not None:
@@ -286,11 +290,14 @@ class RemoteEngine:
         for adapter, folder in folders.items():
             try:
                 found = self._call(lambda call, folder=folder: LoadAdapter(call, str(folder)))
+            except EngineError:
+                return  # this process has died too: the next one's start loads them
             except GymError as error:
                 found = None
                 _logger.error("adapter was not loaded again adapter=%s: %s", adapter, error)
-            if found != adapter:
-                with self._changed:
+            with self._changed:
+                self._missing.discard(adapter)
+                if found != adapter:
                     self._folders.pop(adapter, None)  # never another adapter under this id
 
     def _call(self, make: Callable[[int], LoadAdapter | UnloadAdapter]) -> str | None:

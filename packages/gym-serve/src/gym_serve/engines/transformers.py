@@ -27,6 +27,7 @@ from gym_serve.engines.base import (
     RequestRefused,
     Token,
     TokenStream,
+    check_adapter,
     check_request,
 )
 from gym_serve.engines.grammar import GrammarCompiler, GrammarMatcher
@@ -156,9 +157,8 @@ class TransformersEngine:
                 raise self._failed
             if self._closing:
                 raise EngineError("the engine is closed")
+            check_adapter(request.adapter, self._bank.content_ids - self._unloading)
             if request.adapter is not None:
-                if request.adapter not in self._bank.content_ids or request.adapter in self._unloading:
-                    raise RequestRefused(f"no adapter {request.adapter} is loaded")
                 self._pinned[request.adapter] = self._pinned.get(request.adapter, 0) + 1
             self._arrived.append(running)
             self._changed.notify_all()

@@ -29,11 +29,10 @@ from gym_serve.engines.base import (
     Finish,
     FinishReason,
     GenerationRequest,
-    RequestRefused,
     TokenStream,
+    check_adapter,
     check_request,
 )
-from gym_serve.engines.grammar import check_grammar
 from gym_serve.engines.vllm_server import AttachedServer, StartedServer, VllmServer
 from gym_serve.engines.vllm_wire import completion_body, error_message, read_chunk, refusal
 from gym_serve.models import ResolvedModel, inspect_adapter
@@ -119,16 +118,13 @@ class VllmEngine:
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Send a request. See `Engine.submit`."""
         check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
-        if request.grammar is not None:
-            check_grammar(request.grammar)
         stream = TokenStream(request, self.abort)
         with self._changed:
             if self._closing:
                 raise EngineError("the engine is closed")
             if not self._alive:
                 raise EngineError("the vLLM server is being started again", hint="try again in a moment")
-            if request.adapter is not None and request.adapter not in self._folders:
-                raise RequestRefused(f"no adapter {request.adapter} is loaded")
+            check_adapter(request.adapter, self._folders)
             self._loop.call_soon_threadsafe(self._begin, stream)
         return stream
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from gym_data.record import Message
 
+_SHORT_CHARACTERS = 2_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
@@ -49,6 +51,13 @@ class ChatRequest(GenerationSettings):
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `enable_thinking`."""
 
+    @property
+    def is_short(self) -> bool:
+        """Whether its prompt is made in a millisecond or two."""
+        if self.tools_json is not None or self.response_format.kind != "text":
+            return False
+        return sum(len(part.text or "") for message in self.messages for part in message.parts) <= _SHORT_CHARACTERS
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(GenerationSettings):
@@ -57,3 +66,8 @@ class CompletionRequest(GenerationSettings):
     prompt: str | Sequence[int]
     echo: bool = False
     """Give the prompt back before the answer."""
+
+    @property
+    def is_short(self) -> bool:
+        """As of a chat."""
+        return self.response_format.kind == "text" and len(self.prompt) <= _SHORT_CHARACTERS
