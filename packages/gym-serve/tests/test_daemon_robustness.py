@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import signal
 import threading
 import time
@@ -94,38 +93,6 @@ def trainer_settings() -> str:
     from daemon_process import STAND_IN_TRAINER
 
     return f'command = {json.dumps(STAND_IN_TRAINER)}\nenvironment = ["GYM_TEST_ADAPTER"]\n'
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_lose_nothing_that_was_accepted(make: Callable[..., DaemonProcess]) -> None:
-    """20 rounds: SIGKILL of the daemon or of a job's processes; every accepted job ends well, with gapless events."""
-    chance = random.Random(0)
-    accepted: list[str] = []
-    daemon = make()
-    for _ in range(20):
-        with RpcClient(daemon.grpc_address, daemon.key) as rpc:
-            accepted += [create_job(rpc, f"steps-{chance.randrange(1, 30)}").id for _ in range(2)]
-        deadline = time.monotonic() + chance.random() * 1.5
-        while time.monotonic() < deadline:
-            time.sleep(0.005)
-        if chance.random() < 0.5:
-            daemon.kill()
-            daemon = make()
-        else:
-            for path in daemon.data_dir.glob("jobs/*/runs/*/pid"):
-                try:
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-                except (ProcessLookupError, ValueError):
-                    continue
-    with RpcClient(daemon.grpc_address, daemon.key) as rpc:
-        for job_id in accepted:
-            events = watch(rpc, job_id)
-            assert [event.sequence for event in events] == list(range(1, len(events) + 1))
-            job = get_job(rpc, job_id)
-            assert job.state in (jobs_pb2.JOB_STATE_SUCCEEDED, jobs_pb2.JOB_STATE_FAILED)
-            if job.state == jobs_pb2.JOB_STATE_FAILED:
-                assert job.failure.exit_code == -9, job.failure
-                assert job.attempt == 3
 
 
 def test_disconnect_aborts_over_http_and_grpc(shared_daemon: DaemonProcess) -> None:
