@@ -3,7 +3,8 @@
 Settings: `seed`, `faults` (of the teacher), `plan` (by role, what happens to the first requests: a status, `hang`,
 `garbage`, `close` or `ok`), `headers` (of failing answers), `jitter_s` (answers are held back for a random while),
 `say_at` (after how many requests a line is printed), `key` (the only one accepted), `models` (what GET lists), `log`
-(a file with one line a request). Prints its port; ends when its standard input closes.
+(a file with one line a request), `log_requests` (each with the whole request). Prints its port; ends when its standard
+input closes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class Server:
     def note(self, body: dict[str, Any], action: str | int) -> None:
         if self.log is not None:
             digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-            self.log.write(json.dumps({"model": body["model"], "body": digest, "action": action}) + "\n")
+            entry = {"model": body["model"], "body": digest, "action": action}
+            self.log.write(
+                json.dumps({**entry, "request": body} if self.settings.get("log_requests") else entry) + "\n"
+            )
             self.log.flush()
         self.count += 1
         if self.count == self.settings.get("say_at"):

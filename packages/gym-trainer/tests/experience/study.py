@@ -1,6 +1,9 @@
 """The study in the simulated world, as functions for the tests and as a command that prints the table of the guide.
 
-    python packages/gym-trainer/tests/experience/study.py --seeds 100:120 [--arms 'gated;gate off'] [--gepa 2000,4000]
+    python packages/gym-trainer/tests/experience/study.py --seeds 100:120 --calls 1000,2000 --gepa 2000,4000
+
+A run is about 2,000 calls in this process and takes two to four seconds of one core as long as its journal, which
+syncs every answer, lies in memory: the runs' folders are made below /dev/shm where there is one.
 
 Seeds 0 to 5 were used while the optimiser was made; the figures of the guide come from seeds 100 to 119.
 """
@@ -14,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,19 +36,24 @@ from gym_trainer.rewards.text import last_number
 NUM_TRAIN, NUM_GATE, NUM_TEST = 60, 100, 200
 INSTRUCTION = "Answer the question. Show your working."
 HARMFUL = teacher.Faults(harmful=0.8)
+IN_MEMORY = Path("/dev/shm")
 
 ARMS: dict[str, dict[str, Any]] = {
     "gated": {},
     "gate off": {"gate": {"enabled": False}},
-    "trial only": {"gate": {"delta": 0.99, "confidence": 0.51}},
+    "trial only": {"gate": {"held_out": False}},
     "held-out test only": {"gate": {"trial_attempts": 0}},
     "groups of one": {"group_size": 1},
     "paper": {"preset": "paper"},
     "harmful teacher, gated": {"teacher_faults": HARMFUL},
     "harmful teacher, gate off": {"teacher_faults": HARMFUL, "gate": {"enabled": False}},
-    "harmful teacher, trial only": {"teacher_faults": HARMFUL, "gate": {"delta": 0.99, "confidence": 0.51}},
+    "harmful teacher, trial only": {"teacher_faults": HARMFUL, "gate": {"held_out": False}},
     "shuffled rewards, gated": {"shuffled": True},
+    "shuffled rewards, trial only": {"shuffled": True, "gate": {"held_out": False}},
     "shuffled rewards, gate off": {"shuffled": True, "gate": {"enabled": False}},
+    "no answers: majority": {"ground_truth": "majority", "gate": {"held_out": False}},
+    "no answers: majority, gate off": {"ground_truth": "majority", "gate": {"enabled": False}},
+    "no answers: critique": {"ground_truth": "critique", "gate": {"enabled": False}},
 }
 
 
@@ -71,10 +79,11 @@ def train(
         "gate": {"share": num_gate / (NUM_TRAIN + num_gate), **(gate or {})},
         **method,
     }
-    if options["gate"].get("enabled") is False or options.get("preset") == "paper":
+    gate_spec = options["gate"]
+    if False in (gate_spec.get("enabled"), gate_spec.get("held_out")) or options.get("preset") == "paper":
         options["num_train"] = NUM_TRAIN
         options["gate"].pop("share")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
         service = Service(world, faults=teacher_faults or teacher.Faults())
         report, run = run_in_process(Path(folder), service, **options)
         return report, read_library(run.path / "experience"), world
@@ -203,11 +212,11 @@ def main() -> None:
     done = {(row["arm"], row["seed"]) for row in rows}
     jobs = [(arm, seed) for arm in arms for seed in range(first, last) if (arm, seed) not in done]
     with ProcessPoolExecutor(arguments.workers) as pool:
-        for row in pool.map(one, jobs):
-            rows.append(row)
+        for future in as_completed([pool.submit(one, job) for job in jobs]):
+            rows.append(future.result())
             if arguments.json:
                 with arguments.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(rows[-1]) + "\n")
     print("| arm | accuracy: mean | worst | best | calls | items |\n| --- | ---: | ---: | ---: | ---: | ---: |")
     for arm in arms:
         chosen = [row for row in rows if row["arm"] == arm]

@@ -16,7 +16,7 @@ from gym_data.experience import Experience, ExperienceLibrary, read_library, wri
 from gym_sdk.cli._root import run as gym
 from gym_sdk.rundir import RunDir
 from gym_trainer.experience.evaluation import Arm, placebo_of
-from gym_trainer.experience.html import MAX_BYTES, render_html
+from gym_trainer.experience.html import MAX_BYTES, bars, render_html
 
 WORLD = World.make(3)
 
@@ -106,6 +106,19 @@ def test_a_huge_report_still_fits_and_says_what_it_leaves_out(finished) -> None:
     assert "2800 more items stand in experience/library.yaml" in page
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 1.0, ["0.00", "0.20", "0.40", "0.60", "0.80", "1.00"]),
+        (-0.27, 0.34, ["-0.20", "0.00", "0.20"]),
+        (0.0, 0.0, ["0.00"]),
+    ],
+)
+def test_axes_have_round_values_with_zero_among_them(low: float, high: float, labels: list[str]) -> None:
+    found = re.findall(r'class="soft">([-.0-9]+)<', bars([("one", 0.0, (low, high))], low, high))
+    assert found == labels
+
+
 def test_text_from_models_cannot_become_markup(finished) -> None:
     report, _ = finished
     item = {**report["library"]["items"][0], "name": "<script>alert(1)</script>", "text": '"><img src=x>'}
@@ -186,7 +199,8 @@ def test_a_library_edited_by_hand_starts_a_new_run_and_is_measured(tmp_path: Pat
     _, run = finished
     library = read_library(run.path / "experience")
     edited = tmp_path / "edited.yaml"
-    edited.write_text(library.to_yaml().replace(library.items[0].text, "Always halve the total."), encoding="utf-8")
+    text = library.to_yaml().replace(library.items[0].text, "Always halve the total.")
+    edited.write_text(text.replace(library.items[0].name, "General care"), encoding="utf-8")
     report, second = run_in_process(
         tmp_path,
         Service(WORLD),

@@ -14,6 +14,7 @@ from simworld.tasks import World
 
 from gym_sdk.errors import GymError
 from gym_sdk.rundir import RunDir
+from gym_sdk.spec import TrainingFreeGrpo
 from gym_trainer.experience.run import Network, train_experience
 
 WORLD = World.make(1)
@@ -115,9 +116,13 @@ def test_a_mistake_is_one_message_before_any_call(
         ({"train": {"epochs": 3.0}}, "set method.epochs and method.batch_size"),
         ({"output": {"merge": True}}, "has no adapter to merge"),
         ({"method": {"ground_truth": "critique"}}, "without grades there is nothing to test"),
-        ({"method": {"ground_truth": "majority"}}, "is no measure of gain"),
+        ({"method": {"ground_truth": "majority"}}, "is no measure of a gain"),
         ({"method": {"answer_field": "a"}}, "needs method.question_field"),
-        ({"method": {"gate": {"enabled": False}, "pruning": {"enabled": True}}}, "has to pass the gate, which is off"),
+        (
+            {"method": {"gate": {"enabled": False}, "pruning": {"enabled": True}}},
+            "has to pass the held-out test, which is off",
+        ),
+        ({"method": {"gate": {"held_out": False, "trial_attempts": 0}}}, "neither of its stages"),
         (
             {
                 "method": {
@@ -165,6 +170,16 @@ def test_the_paper_preset_fills_in_what_was_published_and_keeps_what_is_given() 
     assert (method.summaries, method.library.placement, method.gate.enabled) == ("always", "user", False)
     assert (method.library.max_item_words, method.library.drop_duplicates) == (40, False)
     assert "preset: paper" in dump_yaml(spec)
+
+
+def test_a_part_of_the_sampling_keeps_the_defaults_of_its_purpose() -> None:
+    """Evaluation at the rollouts' temperature is a fault of published code."""
+    method = TrainingFreeGrpo.model_validate(
+        {"rollout": {"max_tokens": 9}, "evaluation": {"max_tokens": 9}, "updater": {"top_p": 0.5}}
+    )
+    assert (method.rollout.temperature, method.rollout.top_p, method.rollout.max_tokens) == (0.7, None, 9)
+    assert (method.evaluation.temperature, method.evaluation.top_p, method.evaluation.max_tokens) == (0.3, 0.95, 9)
+    assert (method.updater.temperature, method.updater.top_p, method.updater.max_tokens) == (0.0, 0.5, 4096)
 
 
 def test_a_question_set_that_is_its_own_mistake_names_the_row(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gym_sdk.errors import OutputInUse
+from gym_sdk.client._options import local_address_path, local_key_path
+from gym_sdk.errors import OutputInUse, RunFailed
 from gym_sdk.spec import BudgetSpec, CapsSpec, EndpointSpec, PriceSpec, SamplingSpec
 from gym_trainer.experience.budget import (
     Budget,
@@ -201,6 +202,34 @@ def test_waits_double_and_the_last_failure_is_told(tmp_path: Path) -> None:
         assert 0.5 * 2**number <= slept <= 2**number
 
 
+async def never(request: httpx.Request) -> httpx.Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_an_endpoint_that_is_too_slow_is_asked_twice_and_says_what_to_change(tmp_path: Path) -> None:
+    moment = Time()
+    endpoint = EndpointSpec(timeout_s=0.01, timeout_per_token_s=0.0, max_attempts=6, max_concurrency=8)
+    caller = caller_of(tmp_path, never, moment=moment, endpoint=endpoint)
+    results = ask(caller, count=8)
+    assert caller.budget.spent["training"].lost_calls == 16, "each may have been charged"
+    stopped = [result for result in results if isinstance(result, RunFailed)]
+    assert len(stopped) == 1, "eight calls without an answer between them"
+    assert "no answer within 0 s, in 2 attempts" in stopped[0].message
+    for setting in ("method.student.timeout_s above 0.01", "method.student.max_concurrency below 8", "50 tokens"):
+        assert setting in (stopped[0].hint or "")
+
+
+def test_the_time_for_an_answer_grows_with_its_longest_length(tmp_path: Path) -> None:
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.05)
+        return answer()
+
+    quick, patient = (EndpointSpec(timeout_s=0.01, timeout_per_token_s=each) for each in (0.0, 1.0))
+    assert isinstance(ask(caller_of(tmp_path / "a", slow, endpoint=quick))[0], Dropped)
+    assert isinstance(ask(caller_of(tmp_path / "b", slow, endpoint=patient))[0], Answer)
+
+
 @pytest.mark.parametrize(
     ("response", "message"),
     [
@@ -231,8 +260,26 @@ def test_a_missing_key_variable_is_named_before_any_call(monkeypatch: pytest.Mon
         ChatEndpoint(EndpointSpec(api_key_env="NO_SUCH_KEY"), role="student", model="m")
 
 
-def test_the_local_key_goes_to_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GYM_API_KEY", "local")
+@pytest.mark.parametrize(
+    ("environment", "url", "sent"),
+    [
+        ("given", "http://127.0.0.1:1/v1", "Bearer given"),
+        ("given", "https://api.example/v1", None),
+        ("", "http://127.0.0.1:8123/v1", "Bearer of-the-daemon"),
+        ("", "http://localhost:8123/v1", "Bearer of-the-daemon"),
+        ("", "http://127.0.0.1:11434/v1", None),
+        ("", "https://api.example:8123/v1", None),
+    ],
+    ids=["environment", "never elsewhere", "own daemon", "by name", "another server here", "elsewhere, same port"],
+)
+def test_a_local_key_goes_to_its_own_server_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, url: str, sent: str | None
+) -> None:
+    """In one terminal `gym serve`, in another `gym train`: nobody has to copy a key."""
+    monkeypatch.setenv("GYM_API_KEY", environment)
+    monkeypatch.setattr("gym_sdk.client._options.data_dir", lambda: tmp_path)
+    local_key_path().write_text("of-the-daemon\n", encoding="ascii")
+    local_address_path().write_text(json.dumps({"http_url": "http://127.0.0.1:8123"}), encoding="utf-8")
     seen: list[str | None] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -240,15 +287,14 @@ def test_the_local_key_goes_to_this_machine_only(monkeypatch: pytest.MonkeyPatch
         return httpx.Response(200, json={"data": []})
 
     async def check() -> None:
-        for url in ("http://127.0.0.1:1/v1", "https://api.example/v1"):
-            endpoint = ChatEndpoint(
-                EndpointSpec(base_url=url), role="student", model="m", transport=httpx.MockTransport(handler)
-            )
-            await endpoint.check()
-            await endpoint.close()
+        endpoint = ChatEndpoint(
+            EndpointSpec(base_url=url), role="student", model="m", transport=httpx.MockTransport(handler)
+        )
+        await endpoint.check()
+        await endpoint.close()
 
     asyncio.run(check())
-    assert seen == ["Bearer local", None]
+    assert seen == [sent]
 
 
 def test_no_minute_holds_more_than_the_limit() -> None:

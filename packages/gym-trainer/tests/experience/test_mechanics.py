@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from harness import world_spec
-from simworld.tasks import World
+from loopback import HERE, WORLD, no_wait, served, train
 
 from gym_sdk.errors import GymError, RunFailed, UserError
 from gym_sdk.events import MetricEvent, RunState, read_events
@@ -25,57 +23,7 @@ from gym_sdk.spec import RunSpec, dump_yaml
 from gym_trainer.experience.caller import ReplayMiss
 from gym_trainer.experience.run import RESULTS, Network, train_experience
 
-HERE = Path(__file__).parent
-WORLD = World.make(3)
 PRICE = {"input_usd_per_million": 1.0, "output_usd_per_million": 4.0}
-
-
-class Served(NamedTuple):
-    """A server that is up."""
-
-    url: str
-    asked: Callable[[], list[dict[str, Any]]]
-    """The requests so far."""
-
-    heard: Callable[[], str]
-    """The next line that it prints; waits for it."""
-
-
-@contextmanager
-def served(tmp_path: Path, **settings: Any) -> Iterator[Served]:
-    """A server process."""
-    log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "faulty_server.py"), json.dumps({"seed": WORLD.seed, "log": str(log), **settings})],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stdout = process.stdout
-    assert stdout is not None
-    assert process.stdin is not None
-    try:
-        port = int(stdout.readline())
-        yield Served(
-            f"http://127.0.0.1:{port}/v1",
-            lambda: [json.loads(line) for line in log.read_text().splitlines()],
-            lambda: stdout.readline().strip(),
-        )
-    finally:
-        process.stdin.close()
-        stdout.close()
-        process.terminate()
-        process.wait()
-
-
-async def no_wait(seconds: float) -> None:
-    """Backoff without waiting: the order of attempts is what is tested."""
-    await asyncio.sleep(0)
-
-
-def train(spec: RunSpec, **options: Any) -> tuple[dict[str, Any], RunDir]:
-    run = RunDir.create(spec.output.dir, spec.name)
-    return train_experience(spec, run, network=Network(sleep=no_wait), **options), run
 
 
 def small(tmp_path: Path, url: str, **method: Any) -> RunSpec:
@@ -155,7 +103,9 @@ def test_a_struggling_endpoint_changes_nothing_but_the_number_of_calls(
     clean, clean_run, _ = undisturbed
     plan = {"student": actions * 2, "teacher": actions}
     with served(tmp_path, plan=plan, headers=headers) as (url, asked, _):
-        limits = {"base_url": url, "timeout_s": 1.0} if "hang" in actions else {"base_url": url}
+        limits = (
+            {"base_url": url, "timeout_s": 1.0, "timeout_per_token_s": 0.0} if "hang" in actions else {"base_url": url}
+        )
         spec = small(tmp_path, url, student={"model": "student", **limits}, teacher={"model": "teacher", **limits})
         report, run = train(spec)
         assert Counter(r["action"] for r in asked())["ok"] == total(clean, "answers")

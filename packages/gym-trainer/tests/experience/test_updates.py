@@ -111,6 +111,8 @@ def test_a_duplicate_is_refused_unless_duplicates_are_allowed() -> None:
     ("text", "asked", "reference", "leak"),
     [
         ("For 14 crates at 3 marks the fee is 47.", "14 crates of zorn at 3 marks?", "47", True),
+        ("4 pieces of zorn at 4 come to 45.", "4 crates of zorn at 4 marks?", "45", True),
+        ("With 4 add 45.", "4 crates of zorn at 5 marks?", "45", False),
         ("On a Tilday add 5 to the fee.", "14 crates of zorn at 3 marks on a Tilday?", "47", False),
         ("Divide assets by liabilities; 2.0 is common.", "Assets 1,000 and liabilities 500?", "2.0", False),
         (

@@ -177,6 +177,20 @@ def _local_url() -> str:
     return LOCAL_URL
 
 
+def local_key_for(url: str) -> str | None:
+    """The key of this machine's own daemon, if `url` is an address of its HTTP interface; None for anything else.
+
+    Any port of a loopback address may belong to somebody else's server, which must not be sent this key.
+    """
+    try:
+        said = urlsplit(str(json.loads(local_address_path().read_text(encoding="utf-8"))["http_url"]))
+        asked = urlsplit(url)
+        same = (asked.scheme, asked.port) == (said.scheme, said.port)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _local_key() if same and LOOPBACK.match(asked.hostname or "") else None
+
+
 def _local_key() -> str | None:
     try:
         return local_key_path().read_text(encoding="ascii").strip()

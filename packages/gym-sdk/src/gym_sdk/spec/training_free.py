@@ -38,7 +38,7 @@ class EndpointSpec(SpecModel):
 
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     """The environment variable that holds the key. Keys are never written into a specification. Without it,
-    GYM_API_KEY is sent to a loopback address and nothing elsewhere."""
+    GYM_API_KEY, or else the key of this machine's own daemon, is sent to a loopback address, and nothing elsewhere."""
 
     price: PriceSpec | None = None
     """What calls cost; nothing on a loopback address when not given. A cost cap needs it elsewhere."""
@@ -53,7 +53,11 @@ class EndpointSpec(SpecModel):
     """The endpoint's limit of prompt and answer tokens together."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """The longest wait for one answer. Long, because reasoning takes minutes."""
+    """The longest wait for an answer to begin: `max_concurrency` calls share a slow endpoint. An answer without an end
+    by `timeout_s + max_tokens * timeout_per_token_s` counts as lost, and is asked for once more."""
+
+    timeout_per_token_s: Annotated[float, Field(ge=0)] = 0.1
+    """Further time for each token of the longest answer: by default ten tokens a second for each call under way."""
 
     max_attempts: Annotated[int, Field(ge=1, le=20)] = 6
     """Tries of a call that meets a busy or failing endpoint; the wait between them doubles from one second."""
@@ -75,6 +79,26 @@ class SamplingSpec(SpecModel):
     """The share of probability that is drawn from; all of it when not given."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 16_384
+    """The longest answer."""
+
+
+class EvaluationSamplingSpec(SamplingSpec):
+    """How answers are drawn where accuracy is measured."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.3
+    """0 always takes the likeliest token."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 0.95
+    """The share of probability that is drawn from."""
+
+
+class UpdaterSamplingSpec(SamplingSpec):
+    """How the teacher writes."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """0 always takes the likeliest token."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 4096
     """The longest answer."""
 
 
@@ -107,6 +131,10 @@ class GateSpec(SpecModel):
     enabled: bool = True
     """Off, every change is accepted, as published."""
 
+    held_out: bool = True
+    """The second stage, the test on held-out questions. Off, the trial alone decides: cheaper, and without the bound on
+    accepting a change that harms."""
+
     trial_attempts: Annotated[int, Field(ge=0, le=64)] = 4
     """The first stage: fresh attempts, with one operation applied, at the questions that it was drawn from. Their mean
     reward must not be below that of the attempts before. 0 leaves the stage out."""
@@ -130,6 +158,16 @@ class GateSpec(SpecModel):
     patience: Annotated[int, Field(ge=0)] = 3
     """For how many batches operations that lack evidence stay in the working library, and so add up, before they are
     dropped."""
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether the first stage takes place."""
+        return self.enabled and self.trial_attempts > 0
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the second stage takes place."""
+        return self.enabled and self.held_out
 
 
 class PruningSpec(SpecModel):
@@ -207,8 +245,8 @@ class TrainingFreeGrpo(SpecModel):
     """How answers are verified."""
 
     ground_truth: Literal["answers", "majority", "critique"] = "answers"
-    """What rewards rest on: the rows' `answers`; without them, agreement with the `majority` of a group, or no grade
-    at all, so that the teacher judges by itself (`critique`)."""
+    """What rewards rest on: the rows' `answers`; without them, agreement with the `majority` of a group (the gate is
+    its trial alone then), or no grade at all, so that the teacher judges by itself (`critique`; without a gate)."""
 
     question_field: str | None = None
     """The field of a row that holds the question, where the row is in no known format."""
@@ -231,10 +269,10 @@ class TrainingFreeGrpo(SpecModel):
     rollout: SamplingSpec = SamplingSpec()
     """How attempts are drawn in training."""
 
-    evaluation: SamplingSpec = SamplingSpec(temperature=0.3, top_p=0.95)
+    evaluation: EvaluationSamplingSpec = EvaluationSamplingSpec()
     """How answers are drawn on gate and test questions."""
 
-    updater: SamplingSpec = SamplingSpec(temperature=0.0, max_tokens=4096)
+    updater: UpdaterSamplingSpec = UpdaterSamplingSpec()
     """How the teacher writes."""
 
     summaries: Literal["auto", "always", "never"] = "auto"
@@ -298,12 +336,17 @@ def find_training_free_conflicts(spec: RunSpec) -> list[tuple[str, str]]:
         found.append(("method.answer_field", "needs method.question_field"))
     if method.ground_truth == "critique" and method.gate.enabled:
         found.append(("method.gate.enabled", "without grades there is nothing to test; set it to false"))
-    if method.ground_truth == "majority" and method.gate.enabled:
+    if method.ground_truth == "majority" and method.gate.has_test:
         found.append(
-            ("method.gate.enabled", "agreement with a majority is no measure of gain on held-out rows; set it to false")
+            (
+                "method.gate.held_out",
+                "agreement with a majority is no measure of a gain elsewhere; set it to false",
+            )
         )
-    if method.pruning.enabled and not method.gate.enabled:
-        found.append(("method.pruning.enabled", "a pruned library has to pass the gate, which is off; set it to false"))
+    if method.gate.enabled and not method.gate.has_trial and not method.gate.has_test:
+        found.append(("method.gate.enabled", "neither of its stages is on; set it to false"))
+    if method.pruning.enabled and not method.gate.has_test:
+        found.append(("method.pruning.enabled", "a pruned library has to pass the held-out test, which is off"))
     if method.ground_truth == "majority" and method.reward.kind in ("regex", "python", "plugin"):
         found.append(
             ("method.ground_truth", f"a majority needs answers that can be compared, which {method.reward.kind} is not")

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from gym_data.experience import LIBRARY_FILE, ExperienceLibrary, read_library
 from gym_sdk.cli.chat import ChatBackend, OpenAIBackend
+from gym_sdk.client.settings import local_key_for
 from gym_sdk.errors import UserError
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import TrainingFreeGrpo, load_spec
@@ -67,6 +68,8 @@ def open_experience_chat(target: str) -> ExperienceChat | None:
         return None
     variable = student.api_key_env or ("GYM_API_KEY" if is_here else None)
     key = os.environ.get(variable, "").strip() if variable else ""
+    if is_here and student.api_key_env is None:
+        key = key or local_key_for(student.base_url) or ""
     if student.api_key_env and not key:
         raise UserError(f"the environment has no {student.api_key_env}, which holds the key of {student.base_url}")
     backend = OpenAIBackend(student.base_url, student.model or spec.model.source, key)

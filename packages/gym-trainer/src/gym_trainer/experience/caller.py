@@ -173,7 +173,7 @@ class Caller:
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise RunFailed(
                     f"the {endpoint.role} endpoint failed {self._failures_in_a_row} calls in a row; the last: {error}",
-                    hint="resume the run when it works again; nothing is paid twice",
+                    hint=f"{error.hint or 'wait until it works again'}; then resume the run: nothing is paid twice",
                 ) from None
             return Dropped(key=key, why=str(error))
         except BudgetExhausted as error:

@@ -101,8 +101,9 @@ def plan_calls(method: TrainingFreeGrpo, splits: Splits) -> dict[str, Any]:
     gate = 0
     pruning = 0
     items = max(1, method.library.max_tokens // 12)
-    if method.gate.enabled:
+    if method.gate.has_trial:
         trials = questions * method.lessons_per_question * method.gate.trial_attempts
+    if method.gate.has_test:
         gate = 2 * (batches + method.pruning.enabled) * len(splits.gate) * method.gate.samples
     if method.pruning.enabled:
         pruning = (items + 1) * min(method.pruning.questions, len(splits.train))

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from gym_sdk.client.settings import local_key_for
 from gym_sdk.errors import UserError
 from gym_sdk.spec.training_free import EndpointSpec
 from gym_trainer.experience.budget import Usage
@@ -28,6 +29,9 @@ from gym_trainer.experience.limits import Clock, RateLimit, Sleep
 RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 LONGEST_WAIT_S = 300.0
 CONNECT_TIMEOUT_S = 15.0
+MAX_TIMEOUTS = 2
+"""Attempts of one call that may end without an answer in time. The first may be an accident; a second one is the
+endpoint's pace, and each may have been charged."""
 
 
 class EndpointError(UserError):
@@ -36,6 +40,22 @@ class EndpointError(UserError):
 
 class CallFailed(Exception):
     """One call has no answer. Never a reward."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint: str | None = hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """Why an attempt has no answer, and may be made again."""
+
+    why: str
+    wait_s: float | None = None
+    """How long the endpoint asks to wait."""
+
+    timed_out: bool = False
+    """It took longer than the specification allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +108,7 @@ class ChatEndpoint:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
-            timeout=httpx.Timeout(spec.timeout_s, connect=min(CONNECT_TIMEOUT_S, spec.timeout_s)),
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, spec.timeout_s)),
             limits=httpx.Limits(max_connections=spec.max_concurrency, max_keepalive_connections=spec.max_concurrency),
             transport=transport,
         )
@@ -131,6 +151,7 @@ class ChatEndpoint:
         Raises CallFailed, EndpointError, and whatever `attempts.begin` raises.
         """
         why = "no attempt was made"
+        timeouts = 0
         for number in range(1, self.spec.max_attempts + 1):
             await self._requests.acquire(1)
             await self._tokens.acquire(tokens)
@@ -139,34 +160,42 @@ class ChatEndpoint:
                 outcome = await self._attempt(body, limit_s, attempts)
             if isinstance(outcome, Reply):
                 return outcome
-            why, wait_s = outcome
+            why = outcome.why
+            timeouts += outcome.timed_out
+            if timeouts == MAX_TIMEOUTS:
+                raise CallFailed(f"{why}, in {timeouts} attempts", hint=self._how_to_wait(body))
             if number < self.spec.max_attempts:
                 # Full jitter on doubling waits; what the endpoint asks for comes first.
                 backoff_s = min(60.0, 2.0 ** (number - 1)) * self._random.uniform(0.5, 1.0)
-                await self._sleep(min(LONGEST_WAIT_S, backoff_s if wait_s is None else wait_s))
+                await self._sleep(min(LONGEST_WAIT_S, backoff_s if outcome.wait_s is None else outcome.wait_s))
         raise CallFailed(f"{why}, in each of {self.spec.max_attempts} attempts")
 
-    async def _attempt(
-        self, body: dict[str, Any], limit_s: float | None, attempts: Attempts
-    ) -> Reply | tuple[str, float | None]:
-        """An answer, or why there is none and how long the endpoint asks to wait."""
+    async def _attempt(self, body: dict[str, Any], limit_s: float | None, attempts: Attempts) -> Reply | _Failure:
+        """An answer, or why there is none; `limit_s` is what the budget leaves."""
+        timeout_s = self._timeout_s(body)
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(timeout_s if limit_s is None else min(limit_s, timeout_s)):
                 response = await self._http.post(self._url("chat/completions"), json=body)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             await attempts.refused()
-            return f"it cannot be reached ({_reason(error)})", None
-        except (httpx.HTTPError, TimeoutError) as error:
-            why = "no answer in time" if isinstance(error, httpx.TimeoutException | TimeoutError) else _reason(error)
-            await attempts.lost(why)
-            return why, None
+            return _Failure(why=f"it cannot be reached ({_reason(error)})")
+        except (httpx.TimeoutException, TimeoutError):
+            if limit_s is not None and limit_s < timeout_s:
+                failure = _Failure(why=f"no answer in the {limit_s:.0f} s that the budget had left")
+            else:
+                failure = _Failure(why=f"no answer within {timeout_s:.0f} s", timed_out=True)
+            await attempts.lost(failure.why)
+            return failure
+        except httpx.HTTPError as error:
+            await attempts.lost(_reason(error))
+            return _Failure(why=_reason(error))
         status = response.status_code
         if status == 200:
             reply = _parse(response)
             if reply is not None:
                 return reply
             await attempts.lost("an answer that is not of the chat API")
-            return "an answer that is not of the chat API", None
+            return _Failure(why="an answer that is not of the chat API")
         await attempts.refused()
         if status in (401, 403):
             raise self._wrong_key(response)
@@ -179,11 +208,22 @@ class ChatEndpoint:
                 hint=f"check method.{self.role}.base_url and method.{self.role}.model",
             )
         if status in RETRY_STATUS:
-            return f"status {status} ({message})", _retry_after(response)
+            return _Failure(why=f"status {status} ({message})", wait_s=_retry_after(response))
         raise CallFailed(f"refused with status {status}: {message}")
 
     def _url(self, path: str) -> str:
         return f"{self.spec.base_url.rstrip('/')}/{path}"
+
+    def _timeout_s(self, body: dict[str, Any]) -> float:
+        return self.spec.timeout_s + self.spec.timeout_per_token_s * int(body.get("max_tokens", 0))
+
+    def _how_to_wait(self, body: dict[str, Any]) -> str:
+        """What to change when answers take too long, with the values in force."""
+        part = f"method.{self.role}"
+        return (
+            f"a slow endpoint needs {part}.timeout_s above {self.spec.timeout_s:g}, {part}.max_concurrency below "
+            f"{self.spec.max_concurrency}, or answers of fewer than {body.get('max_tokens', 0)} tokens"
+        )
 
     def _wrong_key(self, response: httpx.Response) -> EndpointError:
         name = self.spec.api_key_env
@@ -199,7 +239,9 @@ def is_loopback(url: str) -> bool:
 
 def _api_key(spec: EndpointSpec, role: str) -> str | None:
     if spec.api_key_env is None:
-        return os.environ.get("GYM_API_KEY") if is_loopback(spec.base_url) else None
+        if not is_loopback(spec.base_url):
+            return None
+        return os.environ.get("GYM_API_KEY") or local_key_for(spec.base_url)
     key = os.environ.get(spec.api_key_env, "").strip()
     if not key:
         raise EndpointError(

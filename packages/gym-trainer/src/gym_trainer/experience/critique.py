@@ -66,6 +66,7 @@ class Teacher:
             reference=group.reference,
             max_operations=self.method.lessons_per_question,
             max_words=self.method.library.max_item_words,
+            by_majority=self.method.ground_truth == "majority",
         )
         reading = await self._operations(
             messages, library, draw=f"{draw}/critique", max_operations=self.method.lessons_per_question
@@ -112,6 +113,7 @@ class Teacher:
             library=library,
             verdict=verdict_of(rollout),
             reference=group.reference,
+            by_majority=self.method.ground_truth == "majority",
         )
         answer = await self.caller.ask("teacher", messages, self.method.updater, draw=draw, purpose="training")
         if not isinstance(answer, Answer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -14,7 +15,7 @@ _STYLE = """
 --bg:#14181f}}
 body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--bg);max-width:60rem;margin:2rem auto;
 padding:0 1rem}
-table{border-collapse:collapse;font-size:.9rem;display:block;overflow-x:auto}
+table{margin:.8rem 0;border-collapse:collapse;font-size:.9rem;display:block;overflow-x:auto}
 td,th{border-bottom:1px solid var(--line);padding:.25rem .6rem;text-align:right;white-space:nowrap}
 td:first-child,th:first-child,td.text{text-align:left;white-space:normal}
 svg{max-width:100%;height:auto}svg text{fill:var(--ink);font:12px system-ui,sans-serif}
@@ -127,14 +128,21 @@ def bars(rows: Sequence[tuple[str, float, Sequence[float]]], low: float, high: f
             f'<text x="{x(max(upper, value)) + 6:.1f}" y="{y + 13}">{value:.3f}</text>'
         )
     bottom = height - 18
-    for tick in range(5):
-        value = low + span * tick / 4
+    for value in _ticks(low, high):
         shapes.append(
             f'<path d="M{x(value):.1f} {bottom - 4}v4" stroke="var(--line)"/>'
             f'<text x="{x(value):.1f}" y="{height - 4}" text-anchor="middle" class="soft">{value:.2f}</text>'
         )
     shapes.append(f'<path d="M{x(0.0):.1f} 2V{bottom}" stroke="var(--line)"/></svg>')
     return "".join(shapes)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values on an axis, 0 among them where it lies there; at most six."""
+    span = (high - low) or 1.0
+    rough = 10.0 ** math.floor(math.log10(span))
+    step = next(size for each in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if span / (size := each * rough) <= 5 + 1e-9)
+    return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _steps_plot(steps: Sequence[dict[str, Any]]) -> str:

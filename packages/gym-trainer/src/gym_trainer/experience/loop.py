@@ -99,8 +99,14 @@ class Optimiser:
     def __post_init__(self) -> None:
         self.provenance.begin(self.library)
         self.versions.append(self.library)
-        spending = AlphaSpending(total=1.0 - self.method.gate.confidence)
-        self._gate = Gate(num_questions=len(self.splits.gate), delta=self.method.gate.delta, spending=spending)
+        batches = math.ceil(len(self.splits.train) / self.method.batch_size) * self.method.epochs
+        tests = batches + self.method.pruning.enabled
+        self._gate = Gate(
+            num_questions=len(self.splits.gate),
+            delta=self.method.gate.delta,
+            spending=AlphaSpending(total=1.0 - self.method.gate.confidence, planned=tests),
+            all_or_nothing=self.student.scorer.all_or_nothing and self.method.gate.samples == 1,
+        )
         self._gate_order = list(self.splits.gate)
         random.Random(f"gate/{self.seed}").shuffle(self._gate_order)
         self._questions = {question.id: question for question in self.splits.train}
@@ -145,7 +151,7 @@ class Optimiser:
         record.num_proposals = len(proposals)
         self._count(proposals, [use for _, used in lessons for use in used])
         operations = await self.teacher.consolidate(proposals, self._working, draw=f"teach/{step}")
-        if self.method.gate.enabled and self.method.gate.trial_attempts:
+        if self.method.gate.has_trial:
             operations = await self._trial(record, operations, groups)
         await self.caller.settle_failures()
         await self._change(record, operations, groups)
@@ -270,6 +276,8 @@ class Optimiser:
                 if self._waited > self.method.gate.patience:
                     self.tally.add("working libraries given up")
                     self._roll_back()
+        else:
+            self._gate.spending.skip()
         record.applied = [operation.to_json() for operation in changes]
         record.refused += [{**refused.operation.to_json(), "why": refused.why} for refused in update.refused]
         record.evicted = list(update.evicted)
@@ -293,7 +301,7 @@ class Optimiser:
 
     async def _decide(self, candidate: ExperienceLibrary) -> GateResult | None:
         """The gate's verdict; None where it is off and everything is accepted."""
-        if not self.method.gate.enabled:
+        if not self.method.gate.has_test:
             return None
 
         async def scores(positions: Sequence[int]) -> list[tuple[float, float]]:

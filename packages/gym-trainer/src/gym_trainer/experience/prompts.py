@@ -27,14 +27,18 @@ NO_EXPERIENCES = "(none yet)"
 
 
 def summary_messages(
-    question: str, attempt: str, *, library: ExperienceLibrary, verdict: str | None, reference: str | None
+    question: str,
+    attempt: str,
+    *,
+    library: ExperienceLibrary,
+    verdict: str | None,
+    reference: str | None,
+    by_majority: bool = False,
 ) -> list[Message]:
     """Summarise one attempt."""
-    graded = (
-        f"{'' if reference is None else f'The correct answer is {reference}. '}The attempt is {verdict}.\n"
-        if verdict
-        else ""
-    )
+    graded = f"The attempt is {verdict}.\n" if verdict else ""
+    if verdict and reference is not None:
+        graded = f"{_agreed(reference) if by_majority else f'The correct answer is {reference}.'} {graded}"
     return _ask(f"""\
 An assistant tried to answer a question. Summarise its attempt for a colleague who will compare several attempts.
 
@@ -60,8 +64,12 @@ def critique_messages(
     reference: str | None,
     max_operations: int,
     max_words: int,
+    by_majority: bool = False,
 ) -> list[Message]:
-    """Draw lessons from a group. `attempts` are texts with their verdicts; without verdicts the teacher judges."""
+    """Draw lessons from a group. `attempts` are texts with their verdicts; without verdicts the teacher judges.
+
+    With `by_majority` the verdicts rest on what most attempts agree on, and the teacher is told so.
+    """
     shown = "\n\n".join(
         f"Attempt {number}{f' ({verdict})' if verdict else ''}:\n{text}"
         for number, (text, verdict) in enumerate(attempts, 1)
@@ -74,7 +82,9 @@ def critique_messages(
         else "No grades are known. Judge the attempts by their reasoning and by where they agree, and find what the "
         "better ones do, know or avoid."
     )
-    known = f"The correct answer is {reference}.\n\n" if reference is not None and graded else ""
+    known = ""
+    if reference is not None and graded:
+        known = f"{_agreed(reference) if by_majority else f'The correct answer is {reference}.'}\n\n"
     return _ask(f"""\
 An assistant made several attempts at one question. Your task is to improve the short list of experiences that it is
 given before every question of this kind.
@@ -152,6 +162,10 @@ def repair_messages(messages: Sequence[Message], answer: str, problem: str) -> l
 
 def _ask(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
+
+
+def _agreed(reference: str) -> str:
+    return f"The right answer is not known; most attempts agree on {reference}, and count as correct."
 
 
 def _numbered(library: ExperienceLibrary) -> str:

@@ -68,19 +68,19 @@ def load_splits(spec: RunSpec, method: TrainingFreeGrpo) -> Splits:
     if spec.data.eval.split is not None:
         train, test = _split(train, spec.data.eval.split, spec.seed, "test")
     gate: list[Question] = []
-    if method.gate.enabled:
+    if method.gate.has_test:
         train, gate = _split(train, method.gate.share, spec.seed, "gate")
     if not train:
         raise DataError("no training questions are left", hint="give more rows, or smaller held-out shares")
-    if method.gate.enabled and len(gate) < method.gate.min_questions:
+    if method.gate.has_test and len(gate) < method.gate.min_questions:
         raise DataError(
             f"the gate has {len(gate)} questions, and needs {method.gate.min_questions} to tell a gain from luck",
             where=Where(path="method.gate.share"),
-            hint="give more rows, raise method.gate.share, or set method.gate.enabled to false",
+            hint="give more rows, raise method.gate.share, or set method.gate.held_out to false",
         )
     if method.ground_truth == "answers":
         _need_references(train, "method.ground_truth: majority or critique trains without them")
-    _need_references(gate, "set method.gate.enabled to false to do without a gate")
+    _need_references(gate, "set method.gate.held_out to false to do without held-out questions")
     _need_references(test, "leave data.eval out to train without a measurement")
     return Splits(
         train=tuple(train),

@@ -62,6 +62,11 @@ class Scorer:
         self._reward, self._journal, self._replay = reward, caller.journal, replay
         self._turn = asyncio.Lock()
 
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether every reward is 0 or 1, so far as the reward says so."""
+        return getattr(self._reward, "all_or_nothing", False)
+
     async def score(self, answer: Answer, reference: str, question: str) -> tuple[float | None, str | None]:
         """The reward, or None and why there is none. Raises RewardFailed."""
         value, why = await self._verdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -146,8 +147,9 @@ def leaks(text: str, question: Question) -> bool:
         return True
     if not re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", lesson):
         return False
+    # Counted as often as they occur: four crates at four marks are two numbers.
     shared = (_numbers(lesson) - _numbers(answer)) & _numbers(question.text)
-    return len(shared) >= 2 or _shares_run(lesson, question.text.casefold(), length=8)
+    return shared.total() >= 2 or _shares_run(lesson, question.text.casefold(), length=8)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -157,11 +159,12 @@ def _words(text: str) -> frozenset[str]:
 def _marks(text: str) -> tuple[frozenset[str], frozenset[str], bool]:
     # A capital at the start of a sentence says nothing; inside one it names something.
     names = frozenset(re.findall(r"(?<![.!?:]\s)(?<!^)\b[A-Z]\w+", text))
-    return _numbers(text), names, bool(_words(text) & _NEGATIONS)
+    return frozenset(_numbers(text)), names, bool(_words(text) & _NEGATIONS)
 
 
-def _numbers(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
+def _numbers(text: str) -> Counter[str]:
+    """The numbers in a text, and how often each occurs."""
+    return Counter(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
 
 
 def _shares_run(one: str, other: str, length: int) -> bool:

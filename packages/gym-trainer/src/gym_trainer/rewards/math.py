@@ -26,6 +26,7 @@ class Math:
     """1 when the answer equals the reference as mathematics."""
 
     repeatable = False
+    all_or_nothing = True
 
     def __init__(self, spec: MathReward) -> None:
         if importlib.util.find_spec("math_verify") is None:

@@ -41,6 +41,7 @@ def one_spacing(text: str) -> str:
 
 class _TextReward:
     repeatable = True
+    all_or_nothing = True
 
     def check(self, reference: str) -> str | None:
         return None if reference.strip() else "the reference is empty"
@@ -116,6 +117,8 @@ class Regex(_TextReward):
 
 class Json(_TextReward):
     """The share of the reference's fields that the answer has with an equal value."""
+
+    all_or_nothing = False
 
     def __init__(self, spec: JsonReward) -> None:
         self._fields = spec.fields

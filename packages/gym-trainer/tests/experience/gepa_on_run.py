@@ -1,0 +1,121 @@
+"""GEPA beside a finished run of training-free GRPO: the same endpoint, rows, splits, reward and number of calls.
+
+    python packages/gym-trainer/tests/experience/gepa_on_run.py RUN
+
+GEPA (package `gepa`, its own defaults) starts from the run's instruction; its training set is the run's training
+questions, its validation set the gate's, its reflection model the run's teacher. It stops at the number of student
+calls that the run spent on training. The instruction it likes best is measured on the run's test questions, with the
+seeds that the run's own report used for the library. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from gepa import optimize
+from gepa.adapters.default_adapter.default_adapter import EvaluationResult
+
+from gym_sdk.client.settings import local_key_for
+from gym_sdk.spec import EndpointSpec, SamplingSpec, TrainingFreeGrpo, load_spec
+from gym_trainer.experience.questions import Question, load_splits
+from gym_trainer.rewards import build_reward
+
+SEED_INSTRUCTION = "Answer the question."
+
+
+class Endpoint:
+    """The chat API, one call at a time, counted."""
+
+    def __init__(self, spec: EndpointSpec, model: str, seed: int) -> None:
+        self._url, self._model, self._seed = f"{spec.base_url.rstrip('/')}/chat/completions", model, seed
+        self.calls = 0
+        key = os.environ.get(spec.api_key_env or "GYM_API_KEY") or local_key_for(spec.base_url)
+        self._http = httpx.Client(timeout=spec.timeout_s, headers={"authorization": f"Bearer {key}"} if key else {})
+
+    def ask(self, messages: Sequence[Any], sampling: SamplingSpec, draw: str) -> str:
+        self.calls += 1
+        digest = hashlib.sha256(f"{self._seed}\0{draw}\0{messages[-1]['content']}".encode()).digest()
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": list(messages),
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "seed": int.from_bytes(digest[:4], "big") >> 1,
+        }
+        if sampling.top_p is not None:
+            body["top_p"] = sampling.top_p
+        response = self._http.post(self._url, json=body)
+        response.raise_for_status()
+        return response.json()["choices"][0]["message"]["content"] or ""
+
+
+class Quiet:
+    """GEPA's log, unheard."""
+
+    def log(self, message: str) -> None: ...
+
+
+def compare(run: Path) -> dict[str, Any]:
+    """The figures of GEPA beside those of the run's report."""
+    spec = load_spec(run / "spec.yaml")
+    method = spec.method
+    assert isinstance(method, TrainingFreeGrpo)
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    splits, reward = load_splits(spec, method), build_reward(method.reward)
+    student = Endpoint(method.student, method.student.model or spec.model.source, spec.seed)
+    teacher_spec = method.teacher or method.student
+    teacher = Endpoint(teacher_spec, teacher_spec.model or spec.model.source, spec.seed)
+
+    def evaluate(data: Any, response: str) -> EvaluationResult:
+        score = reward.score(response, data["answer"], data["input"])
+        verdict = "correct" if score >= 0.5 else f"incorrect. The correct answer is '{data['answer']}'"
+        return EvaluationResult(score=score, feedback=f"The generated response is {verdict}.", objective_scores=None)
+
+    def rows(questions: Sequence[Question]) -> list[dict[str, Any]]:
+        return [{"input": q.text, "answer": q.reference, "additional_context": {}} for q in questions]
+
+    def reflect(prompt: Any) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return teacher.ask(messages, method.updater, f"reflect/{teacher.calls}")
+
+    result = optimize(
+        seed_candidate={"instruction": method.instruction or SEED_INSTRUCTION},
+        trainset=rows(splits.train),
+        valset=rows(splits.gate),
+        task_lm=lambda messages: student.ask(messages, method.rollout, f"gepa/{student.calls}"),
+        reflection_lm=reflect,
+        evaluator=evaluate,
+        max_metric_calls=report["money"]["training"]["calls"],
+        logger=Quiet(),
+        seed=spec.seed,
+    )
+    calls = student.calls + teacher.calls
+    instruction = result.best_candidate["instruction"]
+    scores = []
+    for question in splits.test:
+        messages = [{"role": "system", "content": instruction}, {"role": "user", "content": question.text}]
+        answer = student.ask(messages, method.evaluation, "test/0")
+        scores.append(reward.score(answer, question.reference or "", question.text))
+    return {
+        "run": {arm["name"]: arm["accuracy"] for arm in report["accuracy"]},
+        "run_training_calls": report["money"]["training"]["calls"],
+        "gepa_accuracy": round(statistics.fmean(scores), 4),
+        "gepa_calls": calls,
+        "gepa_candidates": len(result.candidates),
+        "num_test_questions": len(scores),
+        "instruction": instruction,
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    print(json.dumps(compare(parser.parse_args().run), ensure_ascii=False))
