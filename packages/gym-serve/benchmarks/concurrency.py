@@ -1,6 +1,6 @@
 """Sixteen chats at once against one after the other, with the base alone and with four adapters in play.
 
-    python packages/gym-serve/benchmarks/concurrency.py [--dtype float32] [--pairs 3]
+    python packages/gym-serve/benchmarks/concurrency.py [--dtype float32] [--pairs 3] [--only base]
 
 Prompts and answers are of mixed lengths. The two ways are measured in turn, in pairs; the figure is the median of the
 ratios of their tokens/s, so that what else the machine does touches both.
@@ -70,14 +70,19 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plain", action="store_true", help="without packed weights")
+    parser.add_argument("--only", choices=("base", "adapters"), help="one of the two cases")
     options = parser.parse_args()
+    num_adapters = 0 if options.only == "base" else 4
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as parent:
-        folders = adapter_folders(Path(parent), 4)
+        folders = adapter_folders(Path(parent), num_adapters)
         model = load_model(resolve(MODEL), dtype=options.dtype)
         with TransformersEngine(model, max_slots=NUM_CHATS, pack_weights=not options.plain) as engine:
             loaded = [engine.load_adapter(folder) for folder in folders]
-            for name, adapters in (("base", [None]), ("four adapters", loaded)):
+            cases: dict[str, Sequence[str | None]] = {"base": [None], "adapters": loaded}
+            for name, adapters in cases.items():
+                if options.only not in (None, name):
+                    continue
                 ratios: list[float] = []
                 for pair in range(options.pairs):
                     batch = requests(adapters, engine.vocab_size, seed=pair)

@@ -49,12 +49,12 @@ def test_serve_a_run(tmp_path: Path) -> None:
             openai.OpenAI(base_url=f"{daemon.http_url}/v1", api_key="wrong").models.list()
 
 
-def gym(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GYM_DATA_DIR": str(cwd / "data")}
+def gym(*arguments: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": str(Path(__file__).parent), "GYM_DATA_DIR": str(cwd / "data")}
     return subprocess.run(
         [sys.executable, "-c", "from gym_sdk.cli import main; main()", *arguments],
         cwd=cwd,
-        env=environment,
+        env={**os.environ, **own, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=120,

@@ -53,7 +53,9 @@ from gym_serve.jobs.environment import count_gpus
 from gym_serve.jobs.results import JobResults
 from gym_serve.jobs.runner import JobRunner
 from gym_serve.jobs.service import JobService
+from gym_serve.launchers.base import Launcher
 from gym_serve.launchers.local import LocalLauncher
+from gym_serve.launchers.slurm import SlurmLauncher
 from gym_serve.limits import RateLimiter, StreamLimiter
 from gym_serve.metrics import Metrics
 from gym_serve.serving import Presence, Serving, find_factory
@@ -93,7 +95,7 @@ class Daemon:
         jobs_dir = data_dir / "jobs"
         self.runner: JobRunner = JobRunner(
             database=self.database,
-            launcher=LocalLauncher(),
+            launcher=_launcher(settings),
             settings=settings.jobs,
             num_gpus=self.num_gpus,
             jobs_dir=jobs_dir,
@@ -312,6 +314,13 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _launcher(settings: Settings) -> Launcher:
+    jobs = settings.jobs
+    if jobs.launcher == "slurm":
+        return SlurmLauncher(jobs.slurm_options, settle_s=jobs.slurm_settle_s)
+    return LocalLauncher()
 
 
 def _take(data_dir: Path) -> IO[str]:

@@ -12,7 +12,7 @@ holds, and nobody's training dies of a chat. Indices are those of the devices th
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gym_sdk.errors import UserError
@@ -43,6 +43,15 @@ class GpuPlan:
 
 def plan_gpus(settings: Settings, num_visible: int) -> GpuPlan:
     """Divides the GPUs that the daemon may see. Raises UserError where the settings ask for more than there are."""
+    plan = _plan_machine(settings, num_visible)
+    if settings.jobs.launcher == "local":
+        return plan
+    assert settings.jobs.num_gpus != "auto", "refused with the settings"
+    # Jobs hold GPUs of the cluster, so there is nothing to divide here.
+    return replace(plan, num_for_jobs=settings.jobs.num_gpus, policy="share")
+
+
+def _plan_machine(settings: Settings, num_visible: int) -> GpuPlan:
     engine, wanted = settings.engine, settings.jobs.num_gpus
     name, _, index = engine.device.partition(":")
     attached = engine.kind == "vllm" and bool(engine.vllm_url)  # its GPUs are whoever's runs it

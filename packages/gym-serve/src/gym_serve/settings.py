@@ -91,6 +91,19 @@ class LimitSettings(Section):
 class JobSettings(Section):
     """`[jobs]`: how many runs go side by side, and what they may use."""
 
+    launcher: Literal["local", "slurm"] = "local"
+    """Where jobs run: processes of this machine, or batch jobs of the Slurm cluster whose commands are on the daemon's
+    PATH. The nodes must find the data directory and the daemon's Python under the same paths. `num_gpus` is then how
+    many GPUs of the cluster all jobs may hold together, and each job's are on one node."""
+
+    slurm_options: list[str] = []
+    """Options of sbatch for every job, such as `["--partition=gpu", "--time=12:00:00", "--cpus-per-task=8"]`. A job is
+    asked to stop `cancel_grace_s` and a minute before its time limit, and goes on from its checkpoint as a new batch
+    job, up to `max_attempts` times."""
+
+    slurm_settle_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long after a batch job has left the queue the files that it wrote may need to be seen here."""
+
     num_gpus: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """The GPUs that jobs may use, counted from the first; `auto` is all NVIDIA devices of this machine less those that
     the engine reserves (see `engine.gpu_policy`)."""
@@ -241,6 +254,12 @@ class Settings(Section):
 
     log: LogSettings = LogSettings()
     """What is written to stderr."""
+
+    @model_validator(mode="after")
+    def _check_launcher(self) -> Settings:
+        if self.jobs.launcher == "slurm" and self.jobs.num_gpus == "auto":
+            raise ValueError("jobs.num_gpus: say how many of the cluster's GPUs jobs may hold; Slurm has no auto")
+        return self
 
     @model_validator(mode="after")
     def _check_tls(self) -> Settings:

@@ -91,7 +91,7 @@ class JobRunner:
             job = await self._database.read(lambda connection, attempt=attempt: store.get(connection, attempt.job_id))
             logger.info("job %s: found again, attempt %d, %s", job.id, attempt.number, job.state)
             if job.state in (JobState.CANCELLING, JobState.PAUSING):
-                self._launcher.stop(attempt.process)
+                await asyncio.to_thread(self._launcher.stop, attempt.process)
             self._follow(job, attempt)
         await self._tell_gpus()
         self._loop = asyncio.create_task(self._schedule_forever(), name="job-queue")
@@ -126,7 +126,7 @@ class JobRunner:
         """Has a job's processes end; the follower writes down the end."""
         attempts = await self._database.read(lambda connection: store.attempts(connection, job_id))
         if attempts and attempts[-1].ended_at is None:
-            self._launcher.stop(attempts[-1].process)
+            await asyncio.to_thread(self._launcher.stop, attempts[-1].process)
 
     async def _schedule_forever(self) -> None:
         while True:
@@ -181,6 +181,7 @@ class JobRunner:
             environment=environment,
             token=secrets.token_hex(16),
             grace_s=self._settings.cancel_grace_s,
+            num_gpus=len(gpus),
         )
         try:
             await self._tell_gpus(gpus)
@@ -224,7 +225,7 @@ class JobRunner:
         log = RunLog(run_dir / "events.jsonl") if run_dir else None
         while True:
             try:
-                alive = self._launcher.is_alive(attempt.process)
+                alive = await asyncio.to_thread(self._launcher.is_alive, attempt.process)
                 # Looked for after `alive`, and `alive` before the log: nothing that was written is missed.
                 outcome = self._launcher.outcome(directory) or (None if alive else Outcome(exit_code=None, lost=True))
                 if run_dir is None and (run_dir := _newest_run(self._jobs_dir / job.id / "runs")) is not None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from gym_serve.jobs.supervisor import EXIT_FILE
+
+TOKEN_VARIABLE = "GYM_ATTEMPT"
+"""Marks the processes of an attempt, to find them when their supervisor is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,7 @@ class Launch:
     token: str
     """A random word that marks every process of this attempt."""
     grace_s: float
+    num_gpus: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +63,17 @@ class Outcome:
         return f"ended with exit code {self.exit_code}"
 
 
+def read_outcome(directory: Path) -> Outcome | None:
+    """What a supervisor wrote at the end of an attempt."""
+    try:
+        record = json.loads((directory / EXIT_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return Outcome(exit_code=record["exit_code"], signal=record["signal"], stopped=record["stopped"])
+
+
 class Launcher(Protocol):
-    """Starts attempts; knows them again by the process record that it gave out."""
+    """Starts attempts; knows them again by the process record that it gave out. Its methods are called in threads."""
 
     def start(self, launch: Launch, record: Callable[[dict[str, object]], None]) -> None:
         """Starts an attempt. `record` is called with what finds it again, and returns when that is on disk; only

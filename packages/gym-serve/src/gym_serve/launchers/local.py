@@ -7,7 +7,6 @@ are not.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -17,11 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gym_sdk.errors import GymError
-from gym_serve.jobs.supervisor import EXIT_FILE, read_stat
-from gym_serve.launchers.base import Launch, Outcome
+from gym_serve.jobs.supervisor import read_stat
+from gym_serve.launchers.base import TOKEN_VARIABLE, Launch, Outcome, read_outcome
 
-TOKEN_VARIABLE = "GYM_ATTEMPT"
-"""Marks the processes of an attempt, to find them when their supervisor is gone."""
 _SWEEP_S = 5.0
 
 
@@ -98,11 +95,7 @@ class LocalLauncher:
 
     def outcome(self, directory: Path) -> Outcome | None:
         """What the supervisor wrote at the end."""
-        try:
-            record = json.loads((directory / EXIT_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return Outcome(exit_code=record["exit_code"], signal=record["signal"], stopped=record["stopped"])
+        return read_outcome(directory)
 
     def sweep(self, process: Mapping[str, object]) -> int:
         """Kills every process that carries the attempt's token in its environment, until none is left."""
