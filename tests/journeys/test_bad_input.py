@@ -52,6 +52,12 @@ MISTAKES = {
     "too little memory": Mistake(
         overrides=("performance.memory_limit_gb=0.5",), names=("0.5 GiB", "weights", "activations"), needs_torch=True
     ),
+    "a mirror that is a file": Mistake(
+        overrides=("output.mirror=rows.jsonl",), names=("output.mirror", "a folder"), needs_torch=True
+    ),
+    "a weight out of all proportion": Mistake(
+        overrides=("data.train[0].weight=1e12",), names=("data.train[0].weight", "1000")
+    ),
     "an output folder that is a file": Mistake(overrides=("output.dir=rows.jsonl",), names=("rows.jsonl",)),
 }
 

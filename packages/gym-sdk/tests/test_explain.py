@@ -51,6 +51,7 @@ def test_a_union_lists_its_kinds_and_a_kind_its_fields() -> None:
     [
         ("learning_rate", "did you mean train.learning_rate?"),
         ("train.lerning_rate", "did you mean train.learning_rate"),
+        ("train.lr", "it is called train.learning_rate here"),
         ("zzzzz", "`gym explain` lists every field"),
     ],
 )

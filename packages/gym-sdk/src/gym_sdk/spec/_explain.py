@@ -9,6 +9,7 @@ from typing import Any
 
 from gym_sdk.errors import UserError
 from gym_sdk.spec._fields import Field, all_fields, fields_of, format_value
+from gym_sdk.spec._problems import OTHER_NAMES
 from gym_sdk.spec.run import RunSpec
 
 UNITS = {
@@ -44,6 +45,8 @@ def find_fields(path: str) -> list[Field]:
     if wanted in names:
         return names[wanted]
     last = wanted.rsplit(".", 1)[-1]
+    if last in OTHER_NAMES:
+        raise UserError(f"there is no field {path}", hint=f"it is called {OTHER_NAMES[last]} here")
     same_name = [known for known in names if known.rsplit(".", 1)[-1] == last]
     near = same_name or difflib.get_close_matches(wanted, list(names), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near[:3])}?" if near else "`gym explain` lists every field"

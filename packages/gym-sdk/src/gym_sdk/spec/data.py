@@ -39,7 +39,7 @@ class DataSource(SpecModel):
     limit: Annotated[int, Field(ge=1)] | None = None
     """Use only the first rows, counted before any shuffling."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """How often the training rows are seen in an epoch: 2 twice, 0.5 a random half. Applied after the evaluation rows
     are held out. While streaming, how often the source is drawn from, compared with the others."""
 

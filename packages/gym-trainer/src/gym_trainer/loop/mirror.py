@@ -116,15 +116,18 @@ def open_mirror(url: str, run_name: str | None = None) -> Mirror:
     """The mirror of a run below `url`, or at it when no name is given.
 
     Raises:
-        UserError: a kind of URL that fsspec does not know, or whose package is not installed.
+        UserError: a kind of URL that fsspec does not know, or whose package is not installed; a file of this machine.
     """
     from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
         fs, root = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UserError(f"output.mirror: {url} cannot be used: {error}") from None
     root = str(root).rstrip("/")
+    if isinstance(fs, LocalFileSystem) and fs.isfile(root):
+        raise UserError(f"output.mirror: {url} is a file", hint="name a folder; it is made where there is none")
     return Mirror(fs, f"{root}/{run_name}" if run_name is not None else root)
 
 

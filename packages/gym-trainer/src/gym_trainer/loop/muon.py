@@ -17,6 +17,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     serves both.
     """
 
+    param_groups: list[dict[str, Any]]
+
     def __init__(
         self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], *, lr: float, weight_decay: float
     ) -> None:

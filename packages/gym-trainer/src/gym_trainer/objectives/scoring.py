@@ -22,7 +22,7 @@ from gym_trainer.objectives.preference import PairObjective, reward_metrics
 class RewardObjective(PairObjective):
     """-log sigmoid(r(chosen) - r(rejected)) + centering (r(chosen) + r(rejected))^2 (arXiv 2203.02155, 2312.09244)."""
 
-    scores: ClassVar[tuple[str, ...]] = ("reward",)
+    scores: tuple[str, ...] | None = ("reward",)
 
     def __init__(self, method: Reward) -> None:
         self.centering: float = method.centering
@@ -42,7 +42,7 @@ class ClassificationObjective(Objective):
 
     def __init__(self, classes: Classes) -> None:
         self.classes = classes
-        self.scores = classes.names
+        self.scores: tuple[str, ...] | None = classes.names
 
     def rows(self, store: TokenStore) -> RowSource:
         return ClassRows(store, self.classes)
