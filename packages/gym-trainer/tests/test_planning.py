@@ -15,6 +15,7 @@ from gym_trainer.fast.attention import PER_DOCUMENT, attention_of
 from gym_trainer.planning import DEVICES, DataShape, Plan, by_name, plan, render
 from gym_trainer.planning.estimate import Estimator, Simulations
 from gym_trainer.planning.simulate import Simulator
+from gym_trainer.planning.source import teacher_bytes
 from gym_trainer.planning.workload import MicroBatchShape, layer_pattern, meta_model, shortened
 
 QWEN3_8B = Qwen3Config(
@@ -178,6 +179,35 @@ def test_a_pair_may_be_twice_as_long_as_a_row_and_a_copy_of_the_reference_is_cou
         _spec(method={"kind": "dpo", "reference": "frozen_copy"}, **lengths), config, DEVICES["l4"], data=data
     )
     assert copied.memory.weights - pairs.memory.weights == 4 * copied.num_trained
+
+
+def test_a_teacher_is_charged_and_every_suggestion_leaves_room_for_it(tmp_path):
+    teacher = LlamaConfig(num_hidden_layers=2, **SMALL)
+    LlamaForCausalLM(teacher).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    short = {"train": [{"source": "d"}], "max_length": 128}
+    spec = _spec(method={"kind": "distillation", "teacher": str(tmp_path)}, data=short)
+    weights = sum(p.numel() for p in meta_model(teacher, torch.float32).parameters())
+    resident_bytes = teacher_bytes(spec)
+    assert resident_bytes("bfloat16") == 2 * weights
+    config = LlamaConfig(num_hidden_layers=4, **SMALL)
+    alone = plan(spec, config, DEVICES["l4"], compare=False)
+    beside = plan(spec, config, DEVICES["l4"], resident_bytes=resident_bytes, compare=False)
+    assert beside.memory.method == 2 * weights
+    assert beside.memory.allocated == alone.memory.allocated + 2 * weights
+    assert "teacher" in render(beside)
+    with pytest.raises(DoesNotFit, match=r"teacher 30\.0") as refused:
+        plan(spec, config, DEVICES["l4"], resident_bytes=lambda dtype: 30 << 30)
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("it would fit on a card of")
+
+
+def test_what_fits_nowhere_is_refused_without_a_search_that_searches():
+    config = LlamaConfig(num_hidden_layers=4, **SMALL)
+    short = {"train": [{"source": "d"}], "max_length": 128}
+    with pytest.raises(DoesNotFit, match=r"teacher 1024\.0") as refused:
+        plan(_spec(data=short), config, DEVICES["l4"], resident_bytes=lambda dtype: 1 << 40)
+    assert refused.value.hint == "use a smaller model"
 
 
 def test_the_plan_survives_json_and_reads_well():

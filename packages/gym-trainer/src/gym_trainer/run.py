@@ -218,7 +218,7 @@ def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
 def make_plan(
     spec: RunSpec, objective: Objective, base: Base, prepared: Prepared | Streamed, run: RunDir, told: Narrator
 ) -> Plan:
-    """What will run, with its memory and time, shown and kept. A teacher's memory is set apart first.
+    """What will run, with its memory and time, shown and kept.
 
     Raises:
         DoesNotFit: it needs more memory than there is; the message says what would fit.
@@ -235,10 +235,14 @@ def make_plan(
     config = read_config(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
     check_prequantized(config, spec)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
-    if apart := objective.resident_bytes(hardware.training_dtype):
-        told.say(f"the teacher takes {apart / 1e9:.2f} GB, which the plan leaves free")
-        hardware = hardware.limited_to(max(0, hardware.memory_bytes - apart))
-    plan = choose(spec, config, hardware, data=shape_of(spec, prepared), compare=False)
+    plan = choose(
+        spec,
+        config,
+        hardware,
+        data=shape_of(spec, prepared),
+        resident_bytes=objective.resident_bytes,
+        compare=False,
+    )
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)
     if plan.device == "cpu":

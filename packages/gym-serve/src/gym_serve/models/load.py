@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from gym_sdk.errors import MissingExtra, ModelError
-from gym_serve.models.config import config_hint, first_line
+from gym_serve.models.config import config_hint, first_line, read_config
+from gym_serve.models.direct_weights import direct_weights
 from gym_serve.models.resolution import ResolvedModel
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def load_model(
     if attention is not None:
         options["attn_implementation"] = attention
     if quantization != "none":
-        options["quantization_config"] = _quantization(quantization, compute)
+        unquantized = _unquantized_layers(resolved, trust_remote_code=trust_remote_code)
+        options["quantization_config"] = _quantization(quantization, compute, unquantized)
     auto_class: Any = AutoModelForCausalLM
     if scores is not None:
         auto_class = AutoModelForSequenceClassification
@@ -137,15 +139,34 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.float16 if device.type == "mps" else torch.float32
 
 
-def _quantization(kind: Literal["nf4", "int8"], dtype: torch.dtype) -> object:
+def _unquantized_layers(resolved: ResolvedModel, *, trust_remote_code: bool) -> list[str] | None:
+    """The layers that keep their weights; None for those that transformers leaves out by itself, such as the head.
+
+    A list replaces transformers' own, so that it holds both.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    config = read_config(resolved.folder, trust_remote_code=trust_remote_code)
+    direct = direct_weights(config.model_type)
+    if not direct:
+        return None
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return [*get_keys_to_not_convert(model), SCORE_HEAD, *sorted(direct)]
+
+
+def _quantization(kind: Literal["nf4", "int8"], dtype: torch.dtype, unquantized: list[str] | None) -> object:
     if importlib.util.find_spec("bitsandbytes") is None:  # transformers would say so only deep inside the load
         raise MissingExtra(f"holding the base in {kind}", package="gym-trainer", extra="cuda")
     from transformers import BitsAndBytesConfig
 
     if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=unquantized)
     return BitsAndBytesConfig(
         load_in_4bit=True,
+        llm_int8_skip_modules=unquantized,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,

@@ -119,8 +119,8 @@ def _left_out_note(model: PreTrainedModel, adapter: LoraAdapter) -> list[str]:
     if not left_out:
         return []
     return [
-        f"adapter.targets=all-linear leaves out {len(left_out)} names, such as {left_out[0]}: peft refuses them in "
-        f"this architecture, or they are narrower than rank {adapter.rank}"
+        f"adapter.targets=all-linear leaves out {len(left_out)} names, such as {left_out[0]}: an adapter beside "
+        f"them would not be computed in this architecture, or they are narrower than rank {adapter.rank}"
     ]
 
 

@@ -9,12 +9,13 @@ from gym_sdk.spec.adapter import AdapterSpec, Ia3Adapter, LoraAdapter, OftAdapte
 from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import fused_expert_weights
 from gym_trainer.adapters.targets import (
+    linear_layers,
     narrower,
     not_plainly_linear,
-    refused_by_peft,
     renamed_by_peft,
     size_of,
     target_layers,
+    without_effect,
 )
 
 if TYPE_CHECKING:
@@ -48,11 +49,17 @@ def peft_config(model: PreTrainedModel, adapter: AdapterSpec, *, seed: int, new_
 
 
 def left_out_of_all_linear(model: PreTrainedModel, adapter: LoraAdapter) -> list[str]:
-    """What `all-linear` leaves out beside the head: layers that peft refuses, and those narrower than the rank."""
+    """What `all-linear` leaves out beside the head, by name endings and names: layers beside which an update would have
+    no effect, and those narrower than the rank."""
     if adapter.targets != "all-linear":
         return []
-    left_out = sorted(refused_by_peft(model) | not_plainly_linear(model))
-    return [*left_out, *narrower(target_layers(model, adapter.targets), adapter.rank)]
+    return [*_never_adapted(model), *narrower(target_layers(model, adapter.targets), adapter.rank)]
+
+
+def _never_adapted(model: PreTrainedModel) -> list[str]:
+    """Name endings that this model has and `all-linear` never means."""
+    endings = {name.rpartition(".")[2] for name in linear_layers(model)}
+    return sorted((without_effect(model) & endings) | not_plainly_linear(model))
 
 
 def require_modules(model: PreTrainedModel, names: list[str]) -> list[nn.Module]:
@@ -74,8 +81,11 @@ def require_modules(model: PreTrainedModel, names: list[str]) -> list[nn.Module]
 
 def _common(model: PreTrainedModel, adapter: LoraAdapter | OftAdapter | VeraAdapter | Ia3Adapter) -> dict[str, Any]:
     require_modules(model, adapter.modules_to_save)
+    targets = adapter.targets
+    if targets == "all-linear" and _never_adapted(model):
+        targets = sorted(target_layers(model, targets))
     return {
-        "target_modules": adapter.targets,
+        "target_modules": targets,
         "modules_to_save": adapter.modules_to_save or None,
         # peft trains the new head of a sequence classifier whole, and keeps it with the adapter
         "task_type": "SEQ_CLS" if hasattr(model, SCORE_HEAD) else "CAUSAL_LM",
@@ -96,6 +106,7 @@ def _lora(model: PreTrainedModel, adapter: LoraAdapter, new_token_ids: tuple[int
         )
     experts = list(fused_expert_weights(model)) if adapter.experts == "adapt" else []
     options = _common(model, adapter)
+    options["target_modules"] = adapter.targets
     options["exclude_modules"] = left_out_of_all_linear(model, adapter) or None
     if renamed := renamed_by_peft(model):
         # Every target by its full name, and the weights of those that peft would take for experts as parameters.

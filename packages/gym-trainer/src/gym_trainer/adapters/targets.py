@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
+from gym_serve.models.direct_weights import direct_weights
 from gym_serve.models.load import SCORE_HEAD
 
 if TYPE_CHECKING:
@@ -17,17 +18,30 @@ def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str,
     """The linear layers that `adapter.targets` names, by name.
 
     Raises:
-        ModelError: a target that matches nothing, with the names there are.
+        ModelError: a target that matches nothing, with the names there are, or a layer beside which an adapter would
+            have no effect.
     """
     linear = linear_layers(model)
+    never_computed = without_effect(model)
     if targets == "all-linear":
         head = model.get_output_embeddings() or getattr(model, SCORE_HEAD, None)
-        refused = refused_by_peft(model)
         return {
             name: module
             for name, module in linear.items()
-            if module is not head and name.rpartition(".")[2] not in refused
+            if module is not head and name.rpartition(".")[2] not in never_computed
         }
+    found = _named(linear, targets)
+    for name in found:
+        if name.rpartition(".")[2] in never_computed:
+            raise ModelError(
+                f"adapter.targets: an adapter beside {name} would never be computed: this model's own code reads "
+                "the layer's weight instead of calling the layer",
+                hint="leave it out; adapter.targets=all-linear does",
+            )
+    return found
+
+
+def _named(linear: dict[str, nn.Module], targets: str | list[str]) -> dict[str, nn.Module]:
     endings = sorted({name.rpartition(".")[2] for name in linear})
     hint = f"this model's linear layers end in {', '.join(endings)}"
     if isinstance(targets, list):
@@ -44,9 +58,14 @@ def target_layers(model: PreTrainedModel, targets: str | list[str]) -> dict[str,
     return found
 
 
-def refused_by_peft(model: PreTrainedModel) -> set[str]:
-    """Names that peft refuses in this model. Mamba's fused kernels read the weights of these layers themselves, so that
-    an update beside them would never be computed (peft issue 2391)."""
+def without_effect(model: PreTrainedModel) -> set[str]:
+    """Endings of names of layers whose weight the model's own code reads, so that an adapter beside them is never
+    computed: always (Mamba's `dt_proj`), or in its fused kernels (`out_proj`, which peft refuses)."""
+    return _refused_by_peft(model) | direct_weights(model.config.model_type)
+
+
+def _refused_by_peft(model: PreTrainedModel) -> set[str]:
+    """Names that peft refuses in this model, because Mamba's fused kernels read their weights (peft issue 2391)."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
 

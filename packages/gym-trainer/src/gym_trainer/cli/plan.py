@@ -27,6 +27,7 @@ def plan(
     from gym_sdk.spec import load_spec
     from gym_trainer.planning import by_name, detect, render
     from gym_trainer.planning import plan as make_plan
+    from gym_trainer.planning.source import teacher_bytes
 
     price_per_hour = parse_price(price)
     run_spec = load_spec(spec, overrides)
@@ -42,7 +43,14 @@ def plan(
         else detect(run_spec.performance.device, num_threads=run_spec.performance.num_threads)
     )
     config, shape = _model_and_data(run_spec, read_data=data)
-    result = make_plan(run_spec, config, hardware, data=shape, price_per_hour=price_per_hour)
+    result = make_plan(
+        run_spec,
+        config,
+        hardware,
+        data=shape,
+        price_per_hour=price_per_hour,
+        resident_bytes=teacher_bytes(run_spec),
+    )
     if json:
         console.out_json(dataclasses.asdict(result))
     else:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from gym_trainer.loop.matrices import hidden_matrices
+
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the matrices inside the model, AdamW for everything else, as one optimizer.
@@ -57,20 +59,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 def muon_and_adamw(model: nn.Module, args: TrainingArguments) -> MuonAndAdamW:
     """The optimizer of a model's trained weights: Muon's are the matrices that are neither embedding nor head."""
-    kept_apart = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # pyright: ignore
-    kept_apart |= {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim == 2 and id(p) not in kept_apart]
+    matrices = hidden_matrices(model)
     chosen = {id(p) for p in matrices}
     return MuonAndAdamW(
         matrices,
-        [p for p in trained if id(p) not in chosen],
+        [p for p in model.parameters() if p.requires_grad and id(p) not in chosen],
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
     )

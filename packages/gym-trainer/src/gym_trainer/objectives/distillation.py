@@ -5,19 +5,17 @@ Shapes: K trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from gym_sdk.errors import ModelError, UserError, Where
 from gym_sdk.spec import Distillation, RunSpec
-from gym_serve.models import ResolvedModel, load_model
+from gym_serve.models import ResolvedModel, load_model, read_config
 from gym_trainer.fast.attention import attention_of, check_isolation
 from gym_trainer.fast.divergence import compare
 from gym_trainer.fast.loss import default_chunk_size
@@ -25,6 +23,7 @@ from gym_trainer.loop.batch import IGNORED, MicroBatch, RowSource, StepBatch
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.objectives.base import LossSum, Objective, Ratio, Start, Unit
 from gym_trainer.objectives.on_policy import with_own_answers
+from gym_trainer.planning.workload import frozen_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,8 @@ class Teacher:
 
     def resident_bytes(self, dtype: str) -> int:
         """Of its weights as they will be held."""
-        per_weight = {"nf4": 0.52, "int8": 1.0}.get(self.quantization, 4 if dtype == "float32" else 2)
-        return int(per_weight * sum(num_weights(path) for path in self.resolved.folder.glob("*.safetensors")))
+        config = read_config(self.resolved.folder, trust_remote_code=self.trust_remote_code)
+        return frozen_bytes(config, getattr(torch, dtype), self.quantization)
 
     def load(self, start: Start) -> Any:
         """The frozen model, with an attention that keeps packed documents apart."""
@@ -125,12 +124,6 @@ class DistillationObjective(Objective):
     def _chunk_size(model: ForwardModel) -> int:
         """Both models' logits and their difference are there at once."""
         return 128 if model.head is None else max(64, default_chunk_size(model.head.weight_VD) // 4)
-
-
-def num_weights(path: Path) -> int:
-    """Of a safetensors file, by its header."""
-    with safe_open(str(path), framework="pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
 
 
 def _imitated(batch: MicroBatch) -> Tensor:

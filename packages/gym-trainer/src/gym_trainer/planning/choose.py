@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,13 @@ class _Candidate:
         return self.work.time_s / self.micro_batch.num_tokens
 
 
+ResidentBytes = Callable[[DtypeName], int]
+
+
+def _nothing_beside(dtype: DtypeName) -> int:
+    return 0
+
+
 def plan(
     spec: RunSpec,
     config: PreTrainedConfig,
@@ -61,7 +68,9 @@ def plan(
     *,
     data: DataShape | None = None,
     price_per_hour: float | None = None,
+    resident_bytes: ResidentBytes = _nothing_beside,
     compare: bool = True,
+    suggest: bool = True,
 ) -> Plan:
     """Decide everything that is decided before weights load.
 
@@ -69,7 +78,9 @@ def plan(
         config: the model's configuration; no weights are read.
         data: the rows' lengths, where the data is prepared; `data.max_length` stands for them otherwise.
         price_per_hour: of the device, in any currency.
+        resident_bytes: what the method holds on the device beside the model in a run of a dtype, such as a teacher.
         compare: also look for the smallest card that would do.
+        suggest: say what would fit where this does not. That search must not search in turn.
 
     Raises:
         DoesNotFit: with what would fit.
@@ -92,7 +103,11 @@ def plan(
         hardware=hardware,
         simulations=simulations,
         compiled=compiled and not _too_short(spec, hardware, data),
+        resident_bytes=resident_bytes(dtype),
     )
+    held = estimator.static().total - estimator.static().gradients + estimator.resident_bytes
+    if not suggest and held > hardware.memory_bytes:  # a search tries many: micro-batches take long to simulate
+        raise DoesNotFit(f"what the run keeps takes {_gib(held)} GiB, and {hardware.name} has less")
     candidates = list(_candidates(estimator, longest, data))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting and hardware.kind == "cuda":
@@ -102,7 +117,8 @@ def plan(
         candidates = list(_candidates(estimator, longest, data))
         fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting:
-        raise _does_not_fit(spec, config, hardware, candidates, data)
+        hint = _what_would_fit(spec, config, hardware, data, resident_bytes) if suggest else None
+        raise _does_not_fit(hardware, candidates, hint)
     best = _best(fitting)
     static = estimator.static()
     step = optimizer_work(static, hardware)
@@ -138,7 +154,7 @@ def plan(
             unfused=unfused,
             offloaded_bytes=best.offload * best.recompute_layers * estimator.input_bytes(best.micro_batch.num_tokens),
         ),
-        smaller=_smaller(spec, config, hardware, data) if compare and hardware.kind == "cuda" else None,
+        smaller=_smaller(spec, config, hardware, data, resident_bytes) if compare and hardware.kind == "cuda" else None,
     )
 
 
@@ -239,6 +255,7 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
     accumulates = micro_batch.num_tokens < step_tokens
     early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
     reference = _reference_bytes(estimator.spec, static)
+    beside = estimator.resident_bytes
     peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)
     peak += product_workspace(estimator.hardware)
     activations = min(peak, micro_batch.memory.activations(estimator.num_layers, num_recomputed))
@@ -248,7 +265,8 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
         optimizer=static.optimizer,
         activations=activations,
         workspace=peak - activations,
-        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak + reference),
+        method=beside,
+        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak + reference + beside),
         limit=estimator.hardware.memory_bytes,
     )
 
@@ -307,13 +325,15 @@ def _run(spec: RunSpec, speed: SpeedPlan, data: DataShape | None, price_per_hour
     return RunPlan(num_steps=num_steps, num_tokens=num_tokens, time_s=time_s, cost=cost)
 
 
-def _smaller(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None) -> Option | None:
+def _smaller(
+    spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None, resident_bytes: ResidentBytes
+) -> Option | None:
     """The card with the least memory that would do, if it has less than this one."""
     for card in sorted(DEVICES.values(), key=lambda card: card.memory_bytes):
         if card.memory_bytes >= hardware.memory_bytes:
             return None
         try:
-            other = plan(spec, config, card, data=data, compare=False)
+            other = plan(spec, config, card, data=data, resident_bytes=resident_bytes, compare=False, suggest=False)
         except UserError:
             continue
         return Option(
@@ -324,19 +344,21 @@ def _smaller(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: 
     return None
 
 
-def _does_not_fit(
-    spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, candidates: list[_Candidate], data: DataShape | None
-) -> DoesNotFit:
+def _does_not_fit(hardware: Hardware, candidates: list[_Candidate], hint: str | None) -> DoesNotFit:
     least = min(candidates, key=lambda candidate: candidate.memory.total).memory
+    teacher = f", teacher {_gib(least.method)}" if least.method else ""
     return DoesNotFit(
         f"the run needs {_gib(least.total)} GiB and {hardware.name} has {_gib(least.limit)} GiB "
         f"(weights {_gib(least.weights)}, gradients {_gib(least.gradients)}, optimizer {_gib(least.optimizer)}, "
-        f"activations and workspace {_gib(least.activations + least.workspace)}, overhead {_gib(least.overhead)})",
-        hint=_what_would_fit(spec, config, hardware, data) or "use a smaller model",
+        f"activations and workspace {_gib(least.activations + least.workspace)}{teacher}, "
+        f"overhead {_gib(least.overhead)})",
+        hint=hint or "use a smaller model",
     )
 
 
-def _what_would_fit(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None) -> str | None:
+def _what_would_fit(
+    spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, data: DataShape | None, resident_bytes: ResidentBytes
+) -> str | None:
     """Changes to the specification that fit on this device, tried one after another, then a larger card."""
     changes: list[tuple[str, RunSpec]] = []
     if spec.performance.recompute_layers != "auto":
@@ -356,16 +378,14 @@ def _what_would_fit(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware,
         length //= 2
     for name, changed in changes:
         try:
-            plan(changed, config, hardware, data=data, compare=False)
+            plan(changed, config, hardware, data=data, resident_bytes=resident_bytes, compare=False, suggest=False)
         except UserError:
             continue
         return f"{name} would fit"
     for card in sorted(DEVICES.values(), key=lambda card: card.memory_bytes):
         try:
-            plan(_with(spec, "performance", memory_limit_gb=None), config, card, data=data, compare=False)
-        except DoesNotFit:
-            # the search for a card must not search for cards in turn
-            continue
+            unlimited = _with(spec, "performance", memory_limit_gb=None)
+            plan(unlimited, config, card, data=data, resident_bytes=resident_bytes, compare=False, suggest=False)
         except UserError:
             continue
         return f"it would fit on a card of {_gib(card.memory_bytes)} GiB ({card.name})"

@@ -19,18 +19,15 @@ from gym_trainer.fast.head import HeadNotLinear, parts
 from gym_trainer.fast.layers import decoder_layers
 from gym_trainer.fast.loss import linear_cross_entropy
 from gym_trainer.planning.hardware import Hardware
-from gym_trainer.planning.memory import LayerMemory, StaticMemory, static_memory
+from gym_trainer.planning.memory import LayerMemory, StaticMemory, optimizer_bytes, static_memory
 from gym_trainer.planning.simulate import Simulator, Trace
 from gym_trainer.planning.speed import Work, work_of
-from gym_trainer.planning.workload import MicroBatchShape, layer_pattern, meta_model, shortened
+from gym_trainer.planning.workload import QUANTIZED_BYTES, MicroBatchShape, layer_pattern, meta_model, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from gym_sdk.spec import RunSpec
-
-_QUANTIZED_BYTES = {"nf4": 0.5 + 0.0159, "int8": 1.0}
-"""Bytes a weight: nf4 with double quantisation keeps 8 bits for each 64 weights and 32 for each 256 of those."""
 
 
 # Compiled layers against the simulated ones, Qwen3-8B, LoRA, 8,192 tokens, one H200, torch 2.11 (docs/performance.md):
@@ -179,6 +176,8 @@ class Estimator:
     simulations: Simulations
     compiled: bool = False
     """Layers are compiled: what they keep and move is a measured share of what the simulation, uncompiled, says."""
+    resident_bytes: int = 0
+    """What the method holds beside the model, such as a teacher."""
 
     @property
     def num_layers(self) -> int:
@@ -187,7 +186,8 @@ class Estimator:
     def static(self) -> StaticMemory:
         """Weights, gradients and optimizer states of the whole model."""
         short, long = self.simulations.models
-        memory = static_memory(short, long, self.simulations.num_extra)
+        on_cuda = self.hardware.kind == "cuda"
+        memory = static_memory(short, long, self.simulations.num_extra, self.spec.train.optimizer, on_cuda=on_cuda)
         if isinstance(self.spec.adapter, FreezeAdapter):
             memory = self._last_layers_only(memory, self.spec.adapter.num_layers)
         frozen = memory.frozen_weights - self.simulations.extrapolated(self._saved_by_quantization)
@@ -226,15 +226,20 @@ class Estimator:
         first, second = (sum(p.nbytes for p in model.parameters()) for model in self.simulations.models)
         per_layer = (second - first) // (long - short) if long > short else first // short
         trained = min(num_trained, self.num_layers) * per_layer
+        states = [
+            optimizer_bytes(model, self.spec.train.optimizer, on_cuda=self.hardware.kind == "cuda")
+            for model in self.simulations.models
+        ]
+        states_per_layer = (states[1] - states[0]) // (long - short) if long > short else states[0] // short
         return StaticMemory(
             frozen_weights=memory.frozen_weights + memory.trained_weights - trained,
             trained_weights=trained,
             gradients=trained,
-            optimizer=2 * trained,
+            optimizer=min(num_trained, self.num_layers) * states_per_layer,
         )
 
     def _saved_by_quantization(self, model: nn.Module) -> float:
-        per_weight = _QUANTIZED_BYTES.get(self.spec.model.quantization)
+        per_weight = QUANTIZED_BYTES.get(self.spec.model.quantization)
         if per_weight is None:
             return 0
         return sum(

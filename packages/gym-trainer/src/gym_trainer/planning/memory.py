@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gym_trainer.planning.hardware import MIB, Hardware, process_bytes
+from gym_trainer.planning.optimizer_states import state_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,8 @@ class MemoryPlan:
     """Of the process or the CUDA context, and lost between blocks."""
     limit: int
     """What there is."""
+    method: int = 0
+    """What the method holds beside the model, such as a teacher."""
 
     @property
     def total(self) -> int:
@@ -60,27 +63,37 @@ class MemoryPlan:
     @property
     def allocated(self) -> int:
         """What PyTorch counts as allocated at the peak."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+        kept = self.weights + self.gradients + self.optimizer + self.method
+        return kept + self.activations + self.workspace
 
     @property
     def fits(self) -> bool:
         return self.total <= self.limit
 
 
-def static_memory(short: nn.Module, long: nn.Module, num_extra: float) -> StaticMemory:
-    """From a short model and one with a pattern more, `num_extra` patterns beyond the short one.
-
-    AdamW keeps two numbers a trained weight, in the weight's dtype.
-    """
+def static_memory(
+    short: nn.Module, long: nn.Module, num_extra: float, optimizer: str, *, on_cuda: bool = False
+) -> StaticMemory:
+    """From a short model and one with a pattern more, `num_extra` patterns beyond the short one."""
     frozen, trained = (
         _extrapolate(_bytes(short, trained=kind), _bytes(long, trained=kind), num_extra) for kind in (False, True)
     )
+    first, second = (optimizer_bytes(model, optimizer, on_cuda=on_cuda) for model in (short, long))
     return StaticMemory(
         frozen_weights=frozen,
         trained_weights=trained,
         gradients=trained,
-        optimizer=2 * trained,
+        optimizer=_extrapolate(first, second, num_extra),
     )
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str, *, on_cuda: bool = False) -> int:
+    """The optimizer's states on the device, as the allocator holds them."""
+    return sum(_in_blocks(size) for size in state_sizes(optimizer, model, on_cuda=on_cuda))
+
+
+def _in_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512
 
 
 def _extrapolate(short: float, long: float, num_extra: float) -> int:
@@ -89,7 +102,7 @@ def _extrapolate(short: float, long: float, num_extra: float) -> int:
 
 def _bytes(model: nn.Module, *, trained: bool) -> int:
     """Tied parameters count once: `parameters()` gives each of them once."""
-    parameters = sum(-(-p.nbytes // 512) * 512 for p in model.parameters() if p.requires_grad == trained)
+    parameters = sum(_in_blocks(p.nbytes) for p in model.parameters() if p.requires_grad == trained)
     return parameters + (0 if trained else sum(buffer.nbytes for buffer in model.buffers()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from gym_data import Prepared, Streamed
     from gym_sdk.spec import RunSpec
     from gym_sdk.spec.model import ModelSpec
+    from gym_trainer.planning.hardware import DtypeName
 
 
 def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
@@ -28,6 +30,22 @@ def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
     folder = _local_folder(model)
     config = read_config(folder or model.source, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return config, folder
+
+
+def teacher_bytes(spec: RunSpec) -> Callable[[DtypeName], int]:
+    """What a teacher takes in a run of a dtype, from its configuration; nothing where the method has none."""
+    import torch
+
+    from gym_sdk.spec import Distillation
+    from gym_sdk.spec.model import ModelSpec
+    from gym_trainer.planning.workload import frozen_bytes
+
+    method = spec.method
+    if not isinstance(method, Distillation):
+        return lambda dtype: 0
+    source = ModelSpec(source=method.teacher, trust_remote_code=spec.model.trust_remote_code)
+    config, _ = load_config(source)
+    return lambda dtype: frozen_bytes(config, getattr(torch, dtype), method.teacher_quantization)
 
 
 def data_shape(spec: RunSpec, folder: Path) -> DataShape:

@@ -22,6 +22,8 @@ def render(plan: Plan) -> str:
     memory = plan.memory
     for name in ("weights", "gradients", "optimizer", "activations", "workspace", "overhead"):
         lines.append(f"  {name:<20}{getattr(memory, name) / GIB:>9.2f}")
+    if memory.method:
+        lines.append(f"  {'teacher':<20}{memory.method / GIB:>9.2f}")
     lines += [f"  {'at most':<20}{memory.total / GIB:>9.2f}   of {memory.limit / GIB:.2f}", "", "speed"]
     speed = plan.speed
     lines += [

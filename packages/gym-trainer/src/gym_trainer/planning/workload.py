@@ -24,6 +24,9 @@ from gym_trainer.fast.packing import PackedLayout
 
 _ATTENTION = "gym_simulated"
 
+QUANTIZED_BYTES = {"nf4": 0.5 + 0.0159, "int8": 1.0}
+"""Bytes a weight: nf4 with double quantisation keeps 8 bits for each 64 weights and 32 for each 256 of those."""
+
 
 def layer_pattern(config: PreTrainedConfig) -> int:
     """The smallest number of layers after which their types repeat."""
@@ -70,6 +73,18 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
             f"no causal language model can be made of this configuration: {str(error).splitlines()[0]}",
             hint="the architecture may need a newer transformers",
         ) from error
+
+
+def frozen_bytes(config: PreTrainedConfig, dtype: torch.dtype, quantization: str = "none") -> int:
+    """Of a model that is only read, such as a teacher: its linear layers quantized, but for the head."""
+    model: Any = meta_model(config, dtype)
+    per_weight = QUANTIZED_BYTES.get(quantization)
+    saved = 0.0
+    if per_weight is not None:
+        head = model.get_output_embeddings()
+        linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+        saved = sum(m.weight.numel() * (m.weight.element_size() - per_weight) for m in linear)
+    return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)
 
 
 @dataclass(frozen=True, kw_only=True)
