@@ -10,7 +10,7 @@ import torch
 from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import LoraAdapter, VeraAdapter
 from gym_serve.models import load_model, resolve
-from gym_serve.models.direct_weights import direct_weights
+from gym_serve.models.direct_weights import kept_unquantized, never_called
 from gym_trainer.adapters import attach
 from gym_trainer.matrix.architectures import Architecture
 from gym_trainer.matrix.tiny import write_tiny_model
@@ -53,5 +53,7 @@ def test_other_kinds_of_adapters_leave_it_out_too(mamba: Path) -> None:
     assert adapted == {"in_proj", "x_proj"}
 
 
-def test_an_architecture_without_such_layers_has_none() -> None:
-    assert direct_weights("llama") == frozenset()
+def test_a_layer_that_is_called_and_also_read_is_adapted_but_not_quantized() -> None:
+    assert never_called("gemma3n_text") == {"correction_coefs"}
+    assert kept_unquantized("gemma3n_text") == {"prediction_coefs", "correction_coefs"}
+    assert kept_unquantized("llama") == never_called("llama") == frozenset()

@@ -14,7 +14,9 @@ from gym_sdk.spec import RunSpec, sha256
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gym_data.streaming.stream import RowStream
     from gym_trainer.adapters import TrainableModel
+    from gym_trainer.loop.batch import RowSource
     from gym_trainer.loop.fit import FitResult
 
 
@@ -29,6 +31,14 @@ class Trained:
     def release(self) -> None:
         """Give the model's memory back, before another one is loaded."""
         self.model, self.initial, self.base_logits = None, {}, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What is trained on and what is held out, as the method reads it."""
+
+    train: RowSource | RowStream
+    eval: RowSource | None
 
 
 def write_json(path: Path, value: Any) -> None:

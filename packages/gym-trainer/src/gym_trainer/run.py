@@ -55,7 +55,7 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
         told.state(RunState.PREPARING)
         base = resolve(spec, told)
         prepared = prepare_data(spec, base, run, told)
-        objective = build_objective(spec, base, prepared)
+        objective, rows = build_objective(spec, base, prepared)
         tasks = load_tasks(spec, base)
         plan = make_plan(spec, objective, base, prepared, run, told)
 
@@ -63,7 +63,8 @@ def train(spec: RunSpec, *, resume: RunDir | None = None, quiet: bool = False) -
         if spec.evaluation.before:
             evaluate("before", tasks, model, base, run, told)
         told.state(RunState.TRAINING)
-        trained, fitted = fit(spec, plan, model, objective, base, prepared, run, told, resume=resume is not None)
+        trained, fitted = fit(spec, plan, model, objective, base, rows, run, told, resume=resume is not None)
+        close_stream(prepared, run)
         if fitted.paused:
             told.state(RunState.PAUSED, f"stopped after step {fitted.num_steps} of {fitted.max_steps}")
             told.say(f"go on with: gym train --resume {run.path}")
@@ -196,16 +197,16 @@ def prepare_data(spec: RunSpec, base: Base, run: RunDir, told: Narrator) -> Prep
     return prepared
 
 
-def build_objective(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> Objective:
-    """What is optimised; a method's own inputs are checked before weights load."""
+def build_objective(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> tuple[Objective, records.Rows]:
+    """What is optimised, and over which rows; a method's own inputs are checked before weights load."""
     from gym_data import TokenStore
     from gym_trainer.objectives.base import build
 
     objective = build(spec, base, prepared)
-    for store in (prepared.train, prepared.eval):
-        if isinstance(store, TokenStore):
-            objective.rows(store)
-    return objective
+    return objective, records.Rows(
+        train=objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train,
+        eval=objective.rows(prepared.eval) if prepared.eval is not None else None,
+    )
 
 
 def load_tasks(spec: RunSpec, base: Base) -> list[Task]:
@@ -302,14 +303,13 @@ def fit(
     model: Any,
     objective: Objective,
     base: Base,
-    prepared: Prepared | Streamed,
+    rows: records.Rows,
     run: RunDir,
     told: Narrator,
     *,
     resume: bool,
 ) -> tuple[records.Trained, FitResult]:
     """Train what the adapter section says, from the newest complete checkpoint of a resumed run."""
-    from gym_data import TokenStore
     from gym_data.streaming.stream import RowStream
     from gym_trainer.adapters import attach
     from gym_trainer.adapters.first_batches import first_batches
@@ -320,8 +320,7 @@ def fit(
     from gym_trainer.loop.interrupt import StopRequest
 
     base_logits = probe_logits(model, probe_ids(base)) if is_whole_model(spec.adapter) else None
-    train_rows = objective.rows(prepared.train) if isinstance(prepared.train, TokenStore) else prepared.train
-    first = None if isinstance(train_rows, RowStream) else partial(first_batches, train_rows, plan.device)
+    first = None if isinstance(rows.train, RowStream) else partial(first_batches, rows.train, plan.device)
     attached = attach(model, spec.adapter, seed=spec.seed, new_token_ids=base.new_token_ids, first_batches=first)
     for note in attached.notes:
         told.log("warning", note)
@@ -337,20 +336,26 @@ def fit(
             spec,
             FitSettings.of(plan),
             objective,
-            train_rows=train_rows,
-            eval_rows=objective.rows(prepared.eval) if prepared.eval is not None else None,
+            train_rows=rows.train,
+            eval_rows=rows.eval,
             run_path=run.path,
             events=told.events,
             progress=bar,
             stop=stop,
             resume=resume,
         )
-    if not isinstance(prepared.train, TokenStore):
-        prepared.train.close()
-        prepared.report.write(run.data_dir)
     records.write_json(run.path / "fit.json", records.of_fit(fitted, attached))
     records.write_json(run.plan_path, records.with_measured(records.read_json(run.plan_path), fitted))
     return records.Trained(attached.model, initial, base_logits), fitted
+
+
+def close_stream(prepared: Prepared | Streamed, run: RunDir) -> None:
+    """Rows that were read while training are counted only now."""
+    from gym_data import Prepared
+
+    if not isinstance(prepared, Prepared):
+        prepared.train.close()
+        prepared.report.write(run.data_dir)
 
 
 def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, told: Narrator) -> None:

@@ -133,7 +133,7 @@ class TestClasses:
             {"role": "assistant", "content": "antelope"},
         ]
         store = self.prepared(folder, [{"messages": turns}, {"messages": turns[:2]}])
-        classes = Classes.of([], store, tokenizer, "rows.jsonl")
+        classes = Classes.of([], store, tokenizer, {"train": ["rows.jsonl"]})
         assert classes.names == ("antelope", "cat")
         rows = ClassRows(store, classes)
         assert [rows.row(index).document_values[LABEL] for index in range(2)] == [(0.0,), (1.0,)]
@@ -147,7 +147,7 @@ class TestClasses:
         [
             (["cat", "cat"], [], "every row has the same answer, 'cat'"),
             ([f"text {n}" for n in range(30)], [], "30 different answers in 30 rows are texts, not classes"),
-            (["cat", "dog"], ["cat", "cow"], "row 2: the answer 'dog' is none of the classes \\(cat, cow\\)"),
+            (["cat", "dog"], ["cat", "cow"], "the answer 'dog' is none of the classes \\(cat, cow\\)"),
         ],
     )
     def test_answers_that_are_no_classes_are_refused(
@@ -155,5 +155,13 @@ class TestClasses:
     ) -> None:
         rows = [{"prompt": f"q{n}", "completion": answer} for n, answer in enumerate(answers)]
         store = self.prepared(folder, rows)
-        with pytest.raises(DataError, match=message):
-            ClassRows(store, Classes.of(labels, store, Tokenizer.from_folder(folder), "rows.jsonl"))
+        tokenizer = Tokenizer.from_folder(folder)
+        with pytest.raises(DataError, match=message) as error:
+            ClassRows(store, Classes.of(labels, store, tokenizer, {"train": ["rows.jsonl"]}))
+        assert str(error.value.where) == ("rows.jsonl:2" if labels else "rows.jsonl")
+
+    def test_of_several_files_the_refusal_names_all_that_the_row_may_be_in(self, folder: Path) -> None:
+        store = self.prepared(folder, [{"prompt": "q", "completion": "dog"}])
+        files = {"train": ["a.jsonl", "b.jsonl"]}
+        with pytest.raises(DataError, match=r"row 1 of one of a\.jsonl, b\.jsonl: the answer 'dog'"):
+            ClassRows(store, Classes.of(["cat", "cow"], store, Tokenizer.from_folder(folder), files))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -109,6 +110,9 @@ class RowEncoder:
         """The chats that a record needs; rows that need none are finished at once."""
         objective = self._objective_of(record)
         plan = _Planned(EncodedRow(record.source, objective))
+        if _has_empty_answer(record):
+            plan.row.dropped = "an assistant turn without content, tool call or refusal"
+            return plan
         if self.data.packing_strategy == "wrapped" and record.kind != "text":
             raise row_error(
                 record,
@@ -219,6 +223,15 @@ _NEEDS: dict[Objective, str] = {
 def _has_targets(loss_mask: NDArray[Any]) -> bool:
     """Whether a token is predicted: the first one has nothing to be predicted from."""
     return bool(loss_mask[1:].any())
+
+
+def _has_empty_answer(record: Record) -> bool:
+    """An assistant's turn with nothing in it (`content: null` and no tool call): the model would learn to say nothing.
+
+    An answer that is written as empty text is a choice, and so is a turn with `train: false`.
+    """
+    turns = itertools.chain(record.prompt, *(candidate.messages for candidate in record.candidates))
+    return any(turn.role == "assistant" and not turn.parts and turn.train is not False for turn in turns)
 
 
 def _format(record: Record) -> str:

@@ -1,21 +1,30 @@
-"""Linear layers whose weight a model's own code multiplies with, instead of calling the layer."""
+"""Linear layers whose weight a model's own code reads, instead of or besides calling the layer."""
 
 from __future__ import annotations
 
-_DIRECT: dict[str, frozenset[str]] = {
+_NEVER_CALLED: dict[str, frozenset[str]] = {
     # `self.dt_proj.weight @ time_step`: the bias is added inside the scan (transformers 5.17 to 5.24)
     "mamba": frozenset({"dt_proj"}),
     "falcon_mamba": frozenset({"dt_proj"}),
     "jamba": frozenset({"dt_proj"}),
+    # AltUp clips these coefficients while it trains, and calls the layer only to answer
+    "gemma3n": frozenset({"correction_coefs"}),
+    "gemma3n_text": frozenset({"correction_coefs"}),
 }
-"""Name endings by `model_type`. `gym matrix` holds this table: an adapter beside a layer that is never called gets no
-gradient, and fails there."""
+"""Name endings by `model_type`. `gym matrix` holds both tables: what should be in them fails there."""
+
+_ALSO_READ: dict[str, frozenset[str]] = {
+    # clipped in place while AltUp trains
+    "gemma3n": frozenset({"prediction_coefs"}),
+    "gemma3n_text": frozenset({"prediction_coefs"}),
+}
 
 
-def direct_weights(model_type: str) -> frozenset[str]:
-    """The name endings of layers that are never called in this architecture.
+def never_called(model_type: str) -> frozenset[str]:
+    """The name endings of layers beside which an adapter would not learn."""
+    return _NEVER_CALLED.get(model_type, frozenset())
 
-    What stands in the place of such a layer has no effect: an adapter beside it is never computed, and the bytes of a
-    quantized weight are multiplied as if they were numbers. So both leave these layers as they are.
-    """
-    return _DIRECT.get(model_type, frozenset())
+
+def kept_unquantized(model_type: str) -> frozenset[str]:
+    """The name endings of layers whose quantized bytes would be taken for numbers."""
+    return never_called(model_type) | _ALSO_READ.get(model_type, frozenset())

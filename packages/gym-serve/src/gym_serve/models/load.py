@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gym_sdk.errors import MissingExtra, ModelError
 from gym_serve.models.config import config_hint, first_line, read_config
-from gym_serve.models.direct_weights import direct_weights
+from gym_serve.models.direct_weights import kept_unquantized
 from gym_serve.models.resolution import ResolvedModel
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _unquantized_layers(resolved: ResolvedModel, *, trust_remote_code: bool) -> 
     from transformers.quantizers.base import get_keys_to_not_convert
 
     config = read_config(resolved.folder, trust_remote_code=trust_remote_code)
-    direct = direct_weights(config.model_type)
+    direct = kept_unquantized(config.model_type)
     if not direct:
         return None
     with torch.device("meta"):

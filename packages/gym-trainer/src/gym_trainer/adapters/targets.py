@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
-from gym_serve.models.direct_weights import direct_weights
+from gym_serve.models.direct_weights import never_called
 from gym_serve.models.load import SCORE_HEAD
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _named(linear: dict[str, nn.Module], targets: str | list[str]) -> dict[str, 
 def without_effect(model: PreTrainedModel) -> set[str]:
     """Endings of names of layers whose weight the model's own code reads, so that an adapter beside them is never
     computed: always (Mamba's `dt_proj`), or in its fused kernels (`out_proj`, which peft refuses)."""
-    return _refused_by_peft(model) | direct_weights(model.config.model_type)
+    return _refused_by_peft(model) | never_called(model.config.model_type)
 
 
 def _refused_by_peft(model: PreTrainedModel) -> set[str]:

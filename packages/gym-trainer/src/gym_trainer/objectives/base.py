@@ -153,8 +153,9 @@ def build(spec: RunSpec, base: Base, prepared: Prepared | Streamed) -> Objective
             return RewardObjective(method)
         case Classification():
             assert isinstance(prepared, Prepared), "a specification with classes does not stream"
-            source = spec.data.train[0].source
-            return ClassificationObjective(Classes.of(method.labels, prepared.train, base.tokenizer, source))
+            train = [source.source for source in spec.data.train]
+            files = {"train": train, "eval": [source.source for source in spec.data.eval.sources] or train}
+            return ClassificationObjective(Classes.of(method.labels, prepared.train, base.tokenizer, files))
         case Distillation():
             teacher = resolve_teacher(spec, base.resolved.folder)
             return DistillationObjective(method, teacher, stop_ids=tuple(base.renderer.stop_ids), seed=spec.seed)
