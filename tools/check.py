@@ -20,7 +20,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Every public symbol has its type written down here; gym_trainer is strict, but leaves some to inference.
-FULLY_TYPED = ("gym_sdk", "gym_data", "gym_serve")
+FULLY_TYPED = ("gym_sdk", "gym_data", "gym_serve", "gym_trainer")
 GENERATED = "/_proto/"
 LOCK = REPOSITORY / "requirements.lock"
 MAX_LINES = 600

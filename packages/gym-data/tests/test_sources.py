@@ -65,6 +65,25 @@ def test_a_table_that_is_not_utf8_says_which_byte_and_what_to_do(tmp_path: Path)
     assert record.messages[0].text == "Die Größe"
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ('{"prompt": "a", "completion": "b", "prompt": "c"}', "prompt"),
+        (r'{"prompt":"\u0022:","completion":"b","completion":"b"}', "completion"),
+        ('{"messages":[{"role":"user","role":"user","content":"a"},{"role":"assistant","content":"b"}]}', "role"),
+        ('{"prompt":"a","prompt":"b","id":123456789012345678901}', "prompt"),
+    ],
+)
+def test_a_key_that_stands_twice_is_an_error_with_its_place(tmp_path: Path, name: str, row: str, key: str) -> None:
+    good = r'{"prompt": "{\"a\":1,\"a\":1}", "completion": "\\"}'
+    rows = [good, row]
+    (tmp_path / name).write_text("\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]", encoding="utf-8")
+    with pytest.raises(DataError, match=f'the key "{key}" stands twice in one object') as caught:
+        list(read_records(DataSource(source=str(tmp_path / name))))
+    assert str(caught.value).startswith(f"{tmp_path / name}:{2 if name.endswith('l') else 1}: ")
+
+
 def test_a_new_user_goes_from_a_spreadsheet_to_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "notes.csv"
     path.write_bytes("Frage;Antwort\r\nGröße?;klein\r\n".encode("cp1252"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gym_data._json import loads
+from gym_data._json import RepeatedKey, loads
 from gym_data.sources.open_bytes import suffix_of
 from gym_sdk.errors import DataError, Where
 
@@ -82,6 +82,9 @@ def json_error(error: ValueError, text: bytes, uri: str, line: int) -> DataError
         line += text.count(b"\n", 0, start)
         column = len(text[:start].rsplit(b"\n", 1)[-1].decode("utf-8", "ignore")) + 1
         return DataError(message, where=Where(file=uri, line=line, column=column), hint="Save the file as UTF-8.")
+    if isinstance(error, RepeatedKey):
+        where = Where(file=uri, line=line)
+        return DataError(str(error), where=where, hint="Which of its values is meant? Keep that one.")
     column = max(1, getattr(error, "colno", 1))
     line += getattr(error, "lineno", 1) - 1
     message = getattr(error, "msg", None) or str(error).split(": line ", 1)[0]

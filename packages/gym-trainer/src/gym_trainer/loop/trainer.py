@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -37,6 +37,9 @@ _KEPT_LOG_LINES = 1000
 
 class GymTrainer(Trainer):
     """Trains with an objective over whole steps."""
+
+    optimizer: torch.optim.Optimizer
+    control: TrainerControl
 
     def __init__(
         self,
