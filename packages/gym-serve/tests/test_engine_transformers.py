@@ -264,7 +264,7 @@ def test_a_grammar_that_breaks_off_ends_its_own_answer_only(monkeypatch: pytest.
 
     with TransformersEngine(tiny.tiny_model()) as engine:
         monkeypatch.setattr(engine, "_matcher", lambda request: Breaking() if request.grammar else None)
-        free, held = engine.submit(request([5, 6])), engine.submit(request([5, 7], grammar="start: x"))
+        free, held = engine.submit(request([5, 6])), engine.submit(request([5, 7], grammar='start: "x"'))
         with pytest.raises(RequestRefused, match="too complex"):
             held.completion()
         assert len(free.completion().token_ids) == NUM_TOKENS
@@ -272,7 +272,7 @@ def test_a_grammar_that_breaks_off_ends_its_own_answer_only(monkeypatch: pytest.
 
 def test_a_failing_step_is_an_error_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with TransformersEngine(tiny.tiny_model()) as engine:
-        monkeypatch.setattr(engine, "_forward", lambda plan: 1 / 0)
+        monkeypatch.setattr(engine._slots, "forward", lambda *_: 1 / 0)
         stream = engine.submit(request([5, 6]))
         with pytest.raises(EngineError, match="division by zero"):
             stream.completion()
@@ -283,13 +283,13 @@ def test_a_failing_step_is_an_error_to_its_requests(monkeypatch: pytest.MonkeyPa
 
 def test_running_out_of_memory_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with TransformersEngine(tiny.tiny_model()) as engine:
-        forward = engine._forward
+        forward = engine._slots.forward
 
-        def fail_once(plan):
-            monkeypatch.setattr(engine, "_forward", forward)
+        def fail_once(*_):
+            monkeypatch.setattr(engine._slots, "forward", forward)
             raise torch.OutOfMemoryError("no more")
 
-        monkeypatch.setattr(engine, "_forward", fail_once)
+        monkeypatch.setattr(engine._slots, "forward", fail_once)
         with pytest.raises(EngineError, match="ran out of memory"):
             engine.submit(request([5, 6])).completion()
         assert len(engine.submit(request([5, 6])).completion().token_ids) == NUM_TOKENS

@@ -45,8 +45,8 @@ def blobs(folder: Path) -> list[str]:
 
 @scenario
 async def test_equal_content_is_kept_once_and_goes_with_its_last_file(folder: Path, files: FileService) -> None:
-    one = await files.create(ANN, filename="a.txt", purpose="user_data", data=chunks(b"same"))
-    two = await files.create(ANN, filename="b.txt", purpose="user_data", data=chunks(b"sa", b"me"))
+    one = await files.uploads.create(ANN, filename="a.txt", purpose="user_data", data=chunks(b"same"))
+    two = await files.uploads.create(ANN, filename="b.txt", purpose="user_data", data=chunks(b"sa", b"me"))
     assert blobs(folder) == [hashlib.sha256(b"same").hexdigest()]
     await files.delete(ANN, one.id)
     assert await files.collect(min_age_s=-1) == 0
@@ -58,7 +58,7 @@ async def test_equal_content_is_kept_once_and_goes_with_its_last_file(folder: Pa
 
 @scenario
 async def test_a_linked_file_outlives_its_deletion(folder: Path, files: FileService) -> None:
-    file = await files.create(ANN, filename="rows.JSONL.gz", purpose="user_data", data=chunks(b"rows"))
+    file = await files.uploads.create(ANN, filename="rows.JSONL.gz", purpose="user_data", data=chunks(b"rows"))
     path = files.link(file, folder / "job")
     assert path == folder / "job" / f"{file.id}.jsonl.gz"
     await files.delete(ANN, file.id)
@@ -68,39 +68,39 @@ async def test_a_linked_file_outlives_its_deletion(folder: Path, files: FileServ
 
 @scenario
 async def test_uploads_that_rest_and_files_that_expire_are_removed(folder: Path, files: FileService) -> None:
-    started = await files.begin(ANN, filename="x", purpose="user_data", size_bytes=4)
-    await files.append(ANN, started.upload.id, 0, b"ab")
-    short = await files.create(ANN, filename="y", purpose="user_data", data=chunks(b"y"), expires_after_s=0.001)
+    started = await files.uploads.begin(ANN, filename="x", purpose="user_data", size_bytes=4)
+    await files.uploads.append(ANN, started.upload.id, 0, b"ab")
+    short = await files.uploads.create(ANN, filename="y", purpose="user_data", data=chunks(b"y"), expires_after_s=0.001)
     deadline = time.time() + 0.01
     while time.time() < deadline:
         await asyncio.sleep(0.005)
     await files.collect(min_age_s=-1)
-    assert (await files.upload(ANN, started.upload.id)).upload.state == "expired"
+    assert (await files.uploads.upload(ANN, started.upload.id)).upload.state == "expired"
     assert os.listdir(folder / "incoming") == []
     with pytest.raises(ServiceError, match="there is no file"):
         await files.file(ANN, short.id)
     with pytest.raises(ServiceError, match="is expired"):
-        await files.append(ANN, started.upload.id, 2, b"cd")
+        await files.uploads.append(ANN, started.upload.id, 2, b"cd")
 
 
 @scenario
 async def test_sizes_and_quotas_refuse_and_leave_nothing(folder: Path, files: FileService) -> None:
     with pytest.raises(ServiceError) as large:
-        await files.create(ANN, filename="x", purpose="user_data", data=chunks(b"x" * 600, b"x" * 600))
+        await files.uploads.create(ANN, filename="x", purpose="user_data", data=chunks(b"x" * 600, b"x" * 600))
     assert large.value.http_status == 413
     with pytest.raises(ServiceError) as quota:
-        await files.create(BEN, filename="x", purpose="user_data", data=chunks(b"x" * 11))
+        await files.uploads.create(BEN, filename="x", purpose="user_data", data=chunks(b"x" * 11))
     assert quota.value.reason is Reason.QUOTA_EXCEEDED
-    await files.create(BEN, filename="x", purpose="user_data", data=chunks(b"x" * 6))
+    await files.uploads.create(BEN, filename="x", purpose="user_data", data=chunks(b"x" * 6))
     with pytest.raises(ServiceError, match="of which 6 are used"):
-        await files.begin(BEN, filename="x", purpose="user_data", size_bytes=5)
+        await files.uploads.begin(BEN, filename="x", purpose="user_data", size_bytes=5)
     assert os.listdir(folder / "incoming") == []
     assert len(blobs(folder)) == 1
 
 
 @scenario
 async def test_files_are_seen_by_their_owner_only(folder: Path, files: FileService) -> None:
-    file = await files.create(ANN, filename="x", purpose="user_data", data=chunks(b"x"))
+    file = await files.uploads.create(ANN, filename="x", purpose="user_data", data=chunks(b"x"))
     for call in (files.file, files.delete):
         with pytest.raises(ServiceError, match="there is no file"):
             await call(BEN, file.id)
@@ -111,4 +111,4 @@ async def test_files_are_seen_by_their_owner_only(folder: Path, files: FileServi
 async def test_names_are_for_people_only(folder: Path, files: FileService) -> None:
     for name in ("../x", "a/b", "a\\b", "", "x" * 256, "new\nline"):
         with pytest.raises(ServiceError, match="a file's name has"):
-            await files.begin(ANN, filename=name, purpose="user_data", size_bytes=1)
+            await files.uploads.begin(ANN, filename=name, purpose="user_data", size_bytes=1)

@@ -98,7 +98,7 @@ class Daemon:
         async def rows():
             yield b'{"messages": []}\n'
 
-        file = await self.files.create(key, filename="rows.jsonl", purpose="user_data", data=rows())
+        file = await self.files.uploads.create(key, filename="rows.jsonl", purpose="user_data", data=rows())
         return json.dumps(
             {"name": name, "model": {"source": "base"}, "data": {"train": [{"source": f"file:{file.id}"}]}}
         )

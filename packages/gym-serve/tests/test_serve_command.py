@@ -163,9 +163,15 @@ def test_a_run_that_made_no_model_is_refused_with_the_next_step(tmp_path: Path) 
 
 def test_a_port_that_is_taken_is_said(shared_daemon: DaemonProcess, tmp_path: Path) -> None:
     (tmp_path / "serve.toml").write_text('[engine]\nkind = "stand_in_engine:start"\n', encoding="utf-8")
-    port = shared_daemon.http_url.rpartition(":")[2]
-    result = gym("serve", "--port", port, "--grpc-port", "0", "--settings", "serve.toml", cwd=tmp_path)
-    assert (result.returncode, f"port {port} of 127.0.0.1 is in use" in result.stderr) == (2, True)
+    for option, other, address in (
+        ("--port", "--grpc-port", shared_daemon.http_url),
+        ("--grpc-port", "--port", shared_daemon.grpc_target),
+    ):
+        port = address.rpartition(":")[2]
+        result = gym("serve", option, port, other, "0", "--settings", "serve.toml", cwd=tmp_path)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: port {port} of 127.0.0.1 is in use"), result.stderr
+        assert option in result.stderr.splitlines()[1]
 
 
 def test_the_printed_settings_are_a_settings_file_with_every_field_documented() -> None:

@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import hashlib
 import json
 import re
-import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from gym_data.experience import LIBRARY_FILE, MANIFEST_FILE, PROVENANCE_FILE, read_library
-from gym_sdk.errors import ModelError
 from gym_serve._database import Database
 from gym_serve.auth import Key
 from gym_serve.errors import Reason, ServiceError, invalid, not_found
-from gym_serve.files.blobs import link_or_copy
-from gym_serve.models import inspect_adapter
+from gym_serve.model_store import Kept, ModelStore
 
 EVERYONE = ""
 """The owner of what all keys may use."""
-_ADAPTER_FILES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}\.(safetensors|json|jinja|txt|model|md)")
 _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 
 
@@ -73,12 +66,11 @@ class Model:
 class Catalog:
     """Reads are from memory, for every request asks; writes go to the database first."""
 
-    def __init__(self, database: Database, store: Path) -> None:
+    def __init__(self, database: Database, store: ModelStore) -> None:
         self._database = database
         self._store = store
         self._models: dict[str, Model] = {}
         self._aliases: dict[str, str] = {}
-        store.mkdir(parents=True, exist_ok=True)
 
     async def load(self) -> None:
         """Reads the database. Called once, before anything else."""
@@ -91,9 +83,7 @@ class Catalog:
         models, self._aliases = await self._database.read(read)
         self._models = {model.id: model for model in models}
         used = {Path(model.source) for model in models}
-        for path in self._store.iterdir():  # versions that were replaced, and copies that a kill cut short
-            if path not in used:
-                shutil.rmtree(path, ignore_errors=True)
+        self._store.keep_only(used)
 
     # What jobs ask (see `gym_serve.jobs.admission.ModelLookup`).
 
@@ -197,10 +187,8 @@ class Catalog:
 
         Raises `ModelError` for what is no adapter: a pickle, nothing in it, a damaged file.
         """
-        content_id, target, size_bytes = await asyncio.to_thread(self._copy_adapter, folder)
-        return await self._add_version(
-            ModelKind.ADAPTER, content_id, target, size_bytes, base, model_id, owner, job_id, lineage
-        )
+        kept = await asyncio.to_thread(self._store.copy_adapter, folder)
+        return await self._add_version(ModelKind.ADAPTER, kept, base, model_id, owner, job_id, lineage)
 
     async def add_experiences(
         self,
@@ -216,45 +204,41 @@ class Catalog:
         otherwise. Raises `DataError` for what is no library."""
         if carrier.kind is ModelKind.EXPERIENCES:
             raise invalid(f"'{carrier.id}' is a library already; one stands in front of a model", field="base_model_id")
-        content_id, target, size_bytes = await asyncio.to_thread(self._copy_experiences, folder)
-        return await self._add_version(
-            ModelKind.EXPERIENCES, content_id, target, size_bytes, carrier, model_id, owner, job_id, lineage
-        )
+        kept = await asyncio.to_thread(self._store.copy_experiences, folder)
+        return await self._add_version(ModelKind.EXPERIENCES, kept, carrier, model_id, owner, job_id, lineage)
 
     async def _add_version(
         self,
         kind: ModelKind,
-        content_id: str,
-        target: Path,
-        size_bytes: int,
+        kept: Kept,
         below: Model,
         model_id: str,
         owner: str,
         job_id: str | None,
         lineage: dict[str, str] | None,
     ) -> Model:
+        known = self._models.get(model_id)
+        if known is not None and (known.content_id, known.base_id, known.owner) == (kept.content_id, below.id, owner):
+            return known
         version = Model(
             id=model_id,
             owner=owner,
             kind=kind,
             base_id=below.id,
-            source=str(target),
-            content_id=content_id,
-            size_bytes=size_bytes,
+            source=str(kept.folder),
+            content_id=kept.content_id,
+            size_bytes=kept.size_bytes,
             created_at=time.time(),
             job_id=job_id,
             lineage=lineage or {},
         )
-        known = self._models.get(model_id)
-        if known is not None and (known.content_id, known.base_id, known.owner) == (content_id, below.id, owner):
-            return known
         return await self._insert(version)
 
     async def add_tuned_base(
         self, folder: Path, *, model_id: str, owner: str, job_id: str, lineage: dict[str, str]
     ) -> Model:
         """A whole model that a job has made. Its files are linked into the store where they can be, not copied."""
-        target, size_bytes = await asyncio.to_thread(self._link_model, folder, job_id)
+        target, size_bytes = await asyncio.to_thread(self._store.link_model, folder, job_id)
         known = self._models.get(model_id)
         if known is not None and known.source == str(target):
             return known
@@ -360,46 +344,6 @@ class Catalog:
         self._models[model.id] = model
         return model
 
-    def _copy_adapter(self, folder: Path) -> tuple[str, Path, int]:
-        content_id = inspect_adapter(folder).content_id
-        files = sorted(path for path in folder.iterdir() if _ADAPTER_FILES.fullmatch(path.name) and path.is_file())
-        # Beside the weights, the template and the tokenizer decide what the model answers: they are the version too.
-        return self._copy(files, content_id)
-
-    def _copy_experiences(self, folder: Path) -> tuple[str, Path, int]:
-        library = read_library(folder)
-        files = [folder / name for name in (LIBRARY_FILE, MANIFEST_FILE, PROVENANCE_FILE) if (folder / name).is_file()]
-        return self._copy(files, library.sha256)
-
-    def _copy(self, files: list[Path], content_id: str) -> tuple[str, Path, int]:
-        digest = hashlib.sha256(content_id.encode())
-        for path in files:
-            digest.update(f"\0{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-        target = self._store / digest.hexdigest()[:32]
-        if not target.exists():
-            draft = self._store / f".{target.name}.{secrets.token_hex(4)}"
-            draft.mkdir()
-            try:
-                for path in files:
-                    shutil.copyfile(path, draft / path.name)
-                draft.rename(target)
-            except OSError:
-                shutil.rmtree(draft, ignore_errors=True)
-                if not target.exists():
-                    raise
-        size_bytes = sum(path.stat().st_size for path in target.iterdir())
-        return f"sha256:{digest.hexdigest()}", target, size_bytes
-
-    def _link_model(self, folder: Path, job_id: str) -> tuple[Path, int]:
-        target = self._store / job_id
-        if not target.exists():
-            draft = self._store / f".{target.name}.{secrets.token_hex(4)}"
-            shutil.copytree(
-                folder, draft, copy_function=lambda source, target: link_or_copy(Path(source), Path(target))
-            )
-            draft.rename(target)
-        return target, sum(path.stat().st_size for path in target.rglob("*.safetensors"))
-
     def _named(self, name: str) -> Model | None:
         """A model by id or alias, or a base by its source."""
         model = self._models.get(self._aliases.get(name, name))
@@ -428,16 +372,6 @@ def tuned_name(base: Model, suffix: str, unique: str) -> str:
     """The id of what a job makes, in the form that users of OpenAI's API know: `ft:<base>:gym:<suffix>:<unique>`."""
     short = base.id.rpartition("/")[2]
     return f"ft:{short}:gym:{re.sub(r'[^A-Za-z0-9._-]+', '-', suffix)}:{unique}"
-
-
-def check_upload_name(names: Iterable[str]) -> None:
-    """Raises `ModelError` unless every name is a plain file of an adapter: no folder, nothing that can run code."""
-    for name in names:
-        if not _ADAPTER_FILES.fullmatch(name):
-            raise ModelError(
-                f"'{name}' is no file of an adapter",
-                hint="adapter_config.json, adapter_model.safetensors, tokenizer and template files; never a pickle",
-            )
 
 
 def _may_use(key: Key, model: Model) -> bool:

@@ -58,6 +58,7 @@ from gym_serve.launchers.local import LocalLauncher
 from gym_serve.launchers.slurm import SlurmLauncher
 from gym_serve.limits import RateLimiter, StreamLimiter
 from gym_serve.metrics import Metrics
+from gym_serve.model_store import ModelStore
 from gym_serve.serving import Presence, Serving, find_factory
 from gym_serve.settings import Settings
 
@@ -84,7 +85,7 @@ class Daemon:
         self.rates: RateLimiter = RateLimiter(settings.limits)
         self.streams: StreamLimiter = StreamLimiter(settings.limits)
         self.files: FileService = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
-        self.catalog: Catalog = Catalog(self.database, data_dir / "models")
+        self.catalog: Catalog = Catalog(self.database, ModelStore(data_dir / "models"))
         self.gpus: GpuPlan = plan_gpus(settings, count_gpus(os.environ))
         engine = settings.engine.model_copy(update={"device": self.gpus.device})
         self.serving: Serving = Serving(self.catalog, engine, find_factory(engine.kind))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_folder import write_rows, write_tiny_folder
 
 from gym_sdk.cli._root import run as gym
-from gym_sdk.events import CheckpointEvent, MetricEvent, RunState, read_events
+from gym_sdk.events import MetricEvent, RunState, read_events
 from gym_sdk.rundir import RunDir, find_runs
 
 SPEC = """\
@@ -26,18 +23,7 @@ performance: {num_threads: 1}
 output: {dir: runs}
 """
 STREAMED = ["data.shuffle_buffer_rows=8"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, rows and a specification, as the current one."""
-    write_tiny_folder(tmp_path / "tiny")
-    write_rows(tmp_path / "rows.jsonl")
-    write_rows(tmp_path / "more.jsonl", 15)
-    (tmp_path / "run.yaml").write_text(SPEC)
-    monkeypatch.setenv("GYM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+ROWS = {"rows.jsonl": 40, "more.jsonl": 15}
 
 
 def losses(run: Path) -> dict[int, set[float]]:
@@ -48,17 +34,10 @@ def losses(run: Path) -> dict[int, set[float]]:
     return found
 
 
-def test_killed_and_resumed_a_streaming_run_ends_with_the_same_adapter(folder: Path) -> None:
-    command = [sys.executable, "-c", "from gym_sdk.cli import main; main()", "train", "run.yaml", *STREAMED]
-    process = subprocess.Popen([*command, "output.dir=killed"], stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        runs = find_runs(folder / "killed")
-        events = list(read_events(runs[0] / "events.jsonl")) if runs else []
-        if sum(isinstance(event, CheckpointEvent) for event in events) >= 3:
-            process.send_signal(signal.SIGKILL)
-            break
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    (killed,) = find_runs(folder / "killed")
+def test_killed_and_resumed_a_streaming_run_ends_with_the_same_adapter(
+    folder: Path, train_and_kill: Callable[..., Path]
+) -> None:
+    killed = train_and_kill("run.yaml", *STREAMED)
     assert all((path / "data" / "state.json").is_file() for path in (killed / "checkpoints").glob("checkpoint-*"))
 
     assert gym(["train", "--resume", str(killed), "--quiet"]) == 0

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_folder import note_rows, write_rows, write_tiny_folder
+from tiny_folder import note_rows, write_rows
 
 from gym_sdk.cli._root import run as gym
-from gym_sdk.events import CheckpointEvent, RunState, read_events
+from gym_sdk.events import RunState
 from gym_sdk.rundir import RunDir, find_runs
 
 SPEC = """\
@@ -26,18 +24,7 @@ evaluation:
   tasks: [{kind: json_fields, data: {source: held_out.jsonl}, num_rows: 2, max_new_tokens: 8}]
 output: {dir: runs}
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, rows and a specification, as the current one."""
-    write_tiny_folder(tmp_path / "tiny")
-    write_rows(tmp_path / "rows.jsonl")
-    write_rows(tmp_path / "held_out.jsonl", 4)
-    (tmp_path / "run.yaml").write_text(SPEC)
-    monkeypatch.setenv("GYM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+ROWS = {"rows.jsonl": 40, "held_out.jsonl": 4}
 
 
 def only_run(folder: Path) -> RunDir:
@@ -80,17 +67,10 @@ def test_a_run_from_its_file_to_its_report_then_merged(folder: Path, capsys: pyt
     assert "nothing left to do" in capsys.readouterr().err
 
 
-def test_killed_and_resumed_by_command_the_adapter_is_the_uninterrupted_one(folder: Path) -> None:
-    command = [sys.executable, "-c", "from gym_sdk.cli import main; main()", "train", "run.yaml", "output.dir=killed"]
-    process = subprocess.Popen([*command, "performance.num_threads=1"], stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        runs = find_runs(folder / "killed")
-        events = list(read_events(runs[0] / "events.jsonl")) if runs else []
-        if sum(isinstance(event, CheckpointEvent) for event in events) >= 3:
-            process.send_signal(signal.SIGKILL)
-            break
-    assert process.wait(timeout=60) == -signal.SIGKILL
-    (killed,) = find_runs(folder / "killed")
+def test_killed_and_resumed_by_command_the_adapter_is_the_uninterrupted_one(
+    folder: Path, train_and_kill: Callable[..., Path]
+) -> None:
+    killed = train_and_kill("run.yaml", "performance.num_threads=1")
     assert RunDir.open(killed).state() is RunState.TRAINING
     assert not (killed / "adapter").exists()
     assert not (killed / "report.html").exists()

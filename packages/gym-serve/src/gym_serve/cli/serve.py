@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,8 @@ def serve(
     if print_settings:
         sys.stdout.write(render_settings(loaded))
         return 0
+    # gRPC's own lines on stderr say in other words what the daemon reports.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # After the settings were found right: it loads both servers.
     from gym_serve.daemon import run
 

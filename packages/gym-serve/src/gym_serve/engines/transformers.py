@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching of a transformers model by slots, base and adapters together.
 
 Each step runs the model once, on one packed row: the next token of every decoding request, then as many prompt tokens
-as the step's budget allows. Requests join and leave between steps. See `slots` for the cache and attention, `lora` for
-adapters, `sampling` for how tokens are drawn, and `scheduler` for who gets a slot.
+as the step's budget allows. Requests join and leave between steps. See `slot_model` for the model's part of a step,
+`slots` for the cache and attention, `lora` for adapters, `sampling` for how tokens are drawn, and `scheduler` for who
+gets a slot.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
-from transformers import AttentionInterface
 
-from gym_sdk.errors import GymError, ModelError
+from gym_sdk.errors import GymError
 from gym_serve.engines.base import (
     EngineError,
     EngineStats,
@@ -32,18 +31,17 @@ from gym_serve.engines.base import (
 )
 from gym_serve.engines.grammar import GrammarCompiler, GrammarMatcher
 from gym_serve.engines.lora import AdapterBank
-from gym_serve.engines.packed import PackedLinears
 from gym_serve.engines.prefixes import PrefixStore
 from gym_serve.engines.sampling import RowSampler, sample
-from gym_serve.engines.scheduler import Running, Scheduler, StepPlan
-from gym_serve.engines.slots import ATTENTION, GROWTH_TOKENS, Segment, SlotCache, StepLayout, attend
+from gym_serve.engines.scheduler import Running, Scheduler
+from gym_serve.engines.slot_model import SlotModel, free_bytes
+from gym_serve.engines.slots import GROWTH_TOKENS, SlotCache
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)
-
-AttentionInterface.register(ATTENTION, attend)
 
 DEFAULT_MAX_SLOTS = 16
 DEFAULT_STEP_TOKENS = 512
@@ -84,33 +82,16 @@ class TransformersEngine:
         Raises:
             ModelError: the model's attention cannot be run by slots.
         """
-        self._model = model
-        base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model  # type: ignore[assignment]
-        self._base = base
-        text_config = base.config.get_text_config()
-        self._context_length = min(context_length or 2**31, int(text_config.max_position_embeddings))
-        self._vocab_size = int(text_config.vocab_size)
-        self._grammars = GrammarCompiler(tokenizer_json, self._vocab_size) if tokenizer_json else None
-        self._device = next(base.parameters()).device
-        self._dtype = base.dtype
-        self._was_training = model.training
-        self._attention_before = _attention_of(base)
-        _check_layers(base)
-        model.eval()
-        base.set_attn_implementation(ATTENTION)
-        self._packed = PackedLinears(base, free_bytes=_free_bytes(self._device)) if pack_weights else None
-        try:
-            bytes_per_token = self._measure()
-        except BaseException:
-            self._give_back()
-            raise
-        budget = kv_cache_bytes if kv_cache_bytes is not None else int(0.4 * _free_bytes(self._device))
-        num_kept = int(prefix_share * (budget // bytes_per_token))
-        max_tokens = max(budget // bytes_per_token - num_kept, GROWTH_TOKENS)
-        self._context_length = min(self._context_length, max_tokens)
+        self._slots = SlotModel(model, pack_weights=pack_weights)
+        self._grammars = GrammarCompiler(tokenizer_json, self.vocab_size) if tokenizer_json else None
+        budget = kv_cache_bytes if kv_cache_bytes is not None else int(0.4 * free_bytes(self._slots.device))
+        num_positions = budget // self._slots.bytes_per_position
+        num_kept = int(prefix_share * num_positions)
+        max_tokens = max(num_positions - num_kept, GROWTH_TOKENS)
+        self._context_length = min(context_length or 2**31, self._slots.max_positions, max_tokens)
         self._cache = SlotCache(max_slots=max_slots, max_tokens=max_tokens)
         prefixes = PrefixStore(self._cache, max_tokens=num_kept) if num_kept else None
-        self._bank = AdapterBank(base)
+        self._bank = AdapterBank(self._slots.base)
         self._scheduler = Scheduler(self._cache, max_slots=max_slots, step_tokens=step_tokens, prefixes=prefixes)
         self._counts = {"prompt": 0, "generated": 0, "steps": 0}
         self._pinned: dict[str, int] = {}
@@ -134,7 +115,7 @@ class TransformersEngine:
 
     @property
     def vocab_size(self) -> int:
-        return self._vocab_size
+        return self._slots.vocab_size
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -143,12 +124,12 @@ class TransformersEngine:
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Queue a request. See `Engine.submit`."""
-        check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
+        check_request(request, context_length=self._context_length, vocab_size=self.vocab_size)
         stream = TokenStream(request, self.abort)
         running = Running(
             request=request,
             stream=stream,
-            sampler=RowSampler(request.sampling, request.prompt_ids, self._device),
+            sampler=RowSampler(request.sampling, request.prompt_ids, self._slots.device),
             matcher=self._matcher(request),
             max_tokens=min(request.max_tokens or 2**31, self._context_length - len(request.prompt_ids)),
         )
@@ -225,7 +206,7 @@ class TransformersEngine:
             self._changed.notify_all()
         self._thread.join()
         self._bank.close()
-        self._give_back()
+        self._slots.close()
 
     def __enter__(self) -> TransformersEngine:
         return self
@@ -277,7 +258,7 @@ class TransformersEngine:
         plan = self._scheduler.plan()
         if not plan.rows:
             return
-        logits_NV = self._forward(plan)
+        logits_NV = self._slots.forward(plan, self._cache, self._bank)
         sampled = [row.running for row in plan.rows if row.completes]
         self._counts["steps"] += 1
         self._counts["prompt"] += plan.num_prompt_tokens
@@ -297,50 +278,11 @@ class TransformersEngine:
         """[N, V] what grammars allow; None when no row has one."""
         if all(running.matcher is None for running in sampled):
             return None
-        allowed_NV = torch.ones(len(sampled), self._vocab_size, dtype=torch.bool)
+        allowed_NV = torch.ones(len(sampled), self.vocab_size, dtype=torch.bool)
         for i, running in enumerate(sampled):
             if running.matcher is not None:
                 allowed_NV[i] = running.matcher.allowed()
-        return allowed_NV.to(self._device)
-
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        """Run the model on a step's packed row; the logits [N, V] of the rows that are complete."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        segments: list[Segment] = []
-        last: list[int] = []
-        runs: list[tuple[str | None, int]] = []
-        for row in plan.rows:
-            begin = len(ids)
-            ids.extend(row.ids)
-            positions.extend(range(row.start, row.start + len(row.ids)))
-            slots.extend([row.slot] * len(row.ids))
-            runs.append((row.running.request.adapter, len(row.ids)))
-            if not row.decodes:
-                segments.append(Segment(row.slot, begin, len(ids), row.start))
-            if row.completes:
-                last.append(len(ids) - 1)
-        device = self._device
-        positions_T = torch.tensor(positions, device=device)
-        layout = StepLayout(
-            cache=self._cache,
-            num_decoding=plan.num_decoding,
-            segments=segments,
-            slots_T=torch.tensor(slots, device=device),
-            positions_T=positions_T,
-            longest=max(positions[: plan.num_decoding], default=0) + 1,
-            dtype=self._dtype,
-        )
-        self._bank.begin_step(runs)
-        output = self._base(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=positions_T[None],
-            use_cache=False,
-            logits_to_keep=torch.tensor(last or [0], device=device),
-            step_layout=layout,
-        )
-        return output.logits[0]
+        return allowed_NV.to(self._slots.device)
 
     def _deliver(self, running: Running, token: Token) -> None:
         running.append(token.id)
@@ -404,58 +346,9 @@ class TransformersEngine:
             self._changed.notify_all()
         result.result()
 
-    # The model
-
-    def _measure(self) -> int:
-        """The bytes of one cached position, from a step of one token; also shows that attention arrives here."""
-        cache = SlotCache(max_slots=1, max_tokens=GROWTH_TOKENS)
-        cache.reserve(1, 1)
-        zero = torch.zeros(1, dtype=torch.long, device=self._device)
-        layout = StepLayout(
-            cache=cache, num_decoding=1, segments=[], slots_T=zero, positions_T=zero, longest=1, dtype=self._dtype
-        )
-        with torch.inference_mode():
-            self._base(
-                input_ids=zero[None], position_ids=zero[None], use_cache=False, logits_to_keep=zero, step_layout=layout
-            )
-        if not cache.measure():
-            raise ModelError(f"{type(self._base).__name__} does not attend through transformers' attention interface")
-        return cache.measure()
-
-    def _give_back(self) -> None:
-        if self._packed is not None:
-            self._packed.remove()
-        self._base.set_attn_implementation(self._attention_before)
-        self._model.train(self._was_training)
-
 
 def _answer(call: Callable[[], object], result: Future[object]) -> None:
     try:
         result.set_result(call())
     except Exception as error:  # noqa: BLE001  (belongs to the caller)
         result.set_exception(error)
-
-
-def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse models with layers that keep a state other than keys and values, which slots do not hold."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-    if other := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise ModelError(
-            f"{type(model).__name__} has {other[0]} layers, which the embedded engine does not run",
-            hint="serve it with vLLM, or run it with transformers' own generate",
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(f"{type(model).__name__} does not attend through transformers' attention interface")
-
-
-def _attention_of(model: PreTrainedModel) -> str:
-    # transformers sets it through a method and shows it through nothing public.
-    return model.config._attn_implementation or "eager"  # pyright: ignore[reportPrivateUsage]
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available

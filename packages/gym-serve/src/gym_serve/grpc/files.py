@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from gym_sdk._proto.gym.v1 import files_pb2 as pb
 from gym_serve.call import Call
 from gym_serve.errors import Reason, ServiceError, invalid
-from gym_serve.files.service import FileService, Progress
+from gym_serve.files.service import FileService
+from gym_serve.files.uploads import Progress
 from gym_serve.grpc import convert
 
 
@@ -26,7 +27,7 @@ class FileRpc:
         known = await self._files.find_content(call.key, request.sha256, purpose)
         if known is not None and known.size_bytes == request.size_bytes:
             return pb.CreateUploadResponse(file=convert.file_message(known))
-        progress = await self._files.begin(
+        progress = await self._files.uploads.begin(
             call.key,
             filename=request.filename,
             purpose=purpose,
@@ -42,23 +43,23 @@ class FileRpc:
 
     async def GetUpload(self, request: pb.GetUploadRequest, call: Call) -> pb.GetUploadResponse:
         """Where an upload stands."""
-        return pb.GetUploadResponse(upload=self._message(await self._files.upload(call.key, request.upload_id)))
+        return pb.GetUploadResponse(upload=self._message(await self._files.uploads.upload(call.key, request.upload_id)))
 
     async def UploadChunk(self, request: pb.UploadChunkRequest, call: Call) -> pb.UploadChunkResponse:
         """Appends bytes."""
         if len(request.data) > convert.MAX_CHUNK_BYTES:
             raise invalid(f"a chunk has at most {convert.MAX_CHUNK_BYTES} bytes", field="data")
-        received = await self._files.append(call.key, request.upload_id, request.offset_bytes, request.data)
+        received = await self._files.uploads.append(call.key, request.upload_id, request.offset_bytes, request.data)
         return pb.UploadChunkResponse(received_bytes=received)
 
     async def CompleteUpload(self, request: pb.CompleteUploadRequest, call: Call) -> pb.CompleteUploadResponse:
         """Checks and keeps the file."""
-        file = await self._files.complete(call.key, request.upload_id)
+        file = await self._files.uploads.complete(call.key, request.upload_id)
         return pb.CompleteUploadResponse(file=convert.file_message(file))
 
     async def CancelUpload(self, request: pb.CancelUploadRequest, call: Call) -> pb.CancelUploadResponse:
         """Drops an upload."""
-        await self._files.cancel(call.key, request.upload_id)
+        await self._files.uploads.cancel(call.key, request.upload_id)
         return pb.CancelUploadResponse()
 
     async def GetFile(self, request: pb.GetFileRequest, call: Call) -> pb.GetFileResponse:

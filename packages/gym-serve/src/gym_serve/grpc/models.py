@@ -12,7 +12,7 @@ from gym_sdk._proto.gym.v1 import models_pb2 as pb
 from gym_sdk.errors import DataError
 from gym_serve.auth import require_admin
 from gym_serve.call import Call
-from gym_serve.catalog import EVERYONE, Catalog, Model, ModelKind, check_upload_name
+from gym_serve.catalog import EVERYONE, Catalog, Model, ModelKind
 from gym_serve.errors import invalid
 from gym_serve.files.service import FileService
 from gym_serve.grpc import convert
@@ -20,6 +20,7 @@ from gym_serve.jobs.model import JobState
 from gym_serve.jobs.results import JobResults
 from gym_serve.jobs.service import JobService
 from gym_serve.logs import audit
+from gym_serve.model_store import check_upload_name
 from gym_serve.serving import Presence, Serving
 
 logger: logging.Logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gym_serve.errors import Reason, ServiceError, invalid
-from gym_serve.files.service import FileService, Progress
+from gym_serve.files.service import FileService
 from gym_serve.files.store import File, Upload
+from gym_serve.files.uploads import Progress
 from gym_serve.http.errors import read_body
 from gym_serve.http.gateway import call_of
 from gym_serve.http.multipart import parts
@@ -94,7 +95,7 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
                 if part.name == "file" and part.filename is not None:
                     if draft is not None:
                         raise invalid("send one file a call", field="file")
-                    draft, filename = await files.receive(part.data), part.filename
+                    draft, filename = await files.uploads.receive(part.data), part.filename
                 elif part.name == "purpose":
                     purpose = await part.text()
                 elif match := re.fullmatch(r"expires_after\[(anchor|seconds)\]", part.name):
@@ -108,9 +109,9 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
             seconds = _expiry(expires)
         except BaseException:
             if draft is not None:
-                files.drop(draft)
+                files.uploads.drop(draft)
             raise
-        file = await files.keep(
+        file = await files.uploads.keep(
             call_of(request).key,
             draft,
             filename=filename,
@@ -162,7 +163,7 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
 
     async def create_upload(request: Request) -> Response:
         body = await read_body(request, CreateUpload)
-        progress: Progress = await files.begin(
+        progress: Progress = await files.uploads.begin(
             call_of(request).key,
             filename=body.filename,
             purpose=body.purpose,
@@ -176,7 +177,7 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
         added: tuple[str, float] | None = None
         async for part in parts(request):
             if part.name == "data" and added is None:
-                added = await files.add_part(call_of(request).key, upload_id, part.data)
+                added = await files.uploads.add_part(call_of(request).key, upload_id, part.data)
             else:
                 await part.text()
         if added is None:
@@ -188,12 +189,12 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
     async def complete(request: Request) -> Response:
         body = await read_body(request, CompleteUpload)
         key, upload_id = call_of(request).key, request.path_params["upload_id"]
-        file = await files.complete(key, upload_id, part_ids=body.part_ids, md5=body.md5)
-        upload = (await files.upload(key, upload_id)).upload
+        file = await files.uploads.complete(key, upload_id, part_ids=body.part_ids, md5=body.md5)
+        upload = (await files.uploads.upload(key, upload_id)).upload
         return JSONResponse(_upload_object(upload, upload_expiry_s, file))
 
     async def cancel(request: Request) -> Response:
-        upload = await files.cancel(call_of(request).key, request.path_params["upload_id"])
+        upload = await files.uploads.cancel(call_of(request).key, request.path_params["upload_id"])
         return JSONResponse(_upload_object(upload, upload_expiry_s))
 
     return [
