@@ -66,8 +66,8 @@ class ServerSettings(Section):
 class LimitSettings(Section):
     """`[limits]`: what one request and one key may ask for."""
 
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * MEBIBYTE
-    """The largest JSON body over HTTP, and the largest message over gRPC."""
+    max_request_bytes: Annotated[int, Field(ge=5 * MEBIBYTE)] = 32 * MEBIBYTE
+    """The largest JSON body over HTTP, and the largest message over gRPC. A chunk of an upload (4 MiB) must fit."""
 
     max_file_bytes: Annotated[int, Field(ge=1)] = 8 * GIBIBYTE
     """The largest uploaded file."""

@@ -16,6 +16,7 @@ from gym_serve.files import store
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.store import File
 from gym_serve.files.uploads import UploadService, own_file
+from gym_serve.logs import audit
 from gym_serve.settings import FileSettings, LimitSettings
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -80,7 +81,9 @@ class FileService:
 
     async def delete(self, key: Key, file_id: str) -> None:
         """Removes a file. Jobs that were made with it keep its content."""
-        await self.file(key, file_id)
+        file = await self.file(key, file_id)
+        if file.owner != key.id:
+            audit.info("file of another key: deleted", extra={"by": key.name, "file": file_id, "owner": file.owner})
         await self._database.write(lambda connection: store.delete_file(connection, file_id))
 
     async def read(self, file: File, offset: int, length: int) -> AsyncIterator[bytes]:

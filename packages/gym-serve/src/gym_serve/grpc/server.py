@@ -55,7 +55,9 @@ class GrpcServer:
         self._rates = rates
         self._streams = streams
         self._metrics = metrics
-        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        # Of an option that is given twice gRPC takes the first.
+        sizes = {"grpc.max_receive_message_length": max_message_bytes}
+        options = list((dict(SERVER_OPTIONS) | sizes).items())
         self._server = grpc.aio.server(options=options)
         self._health: Any = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

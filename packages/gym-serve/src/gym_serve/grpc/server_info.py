@@ -48,6 +48,7 @@ class KeyRpc:
     async def ListKeys(self, request: pb.ListKeysRequest, call: Call) -> pb.ListKeysResponse:
         """Every key, the oldest first."""
         require_admin(call.key)
+        audit.info("keys listed", extra={"by": call.key.name})
         token, size = convert.read_page(request.page_size, request.page_token, {})
         keys = await self._database.read(list_keys)
         if token is not None:

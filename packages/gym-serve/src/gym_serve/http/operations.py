@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from gym_serve.auth import require_admin
 from gym_serve.http.gateway import call_of
+from gym_serve.logs import audit
 from gym_serve.metrics import CONTENT_TYPE, Metrics
 
 
@@ -25,7 +26,9 @@ def operation_routes(metrics: Metrics, readiness: Callable[[], dict[str, str]]) 
         return JSONResponse({"status": "ok" if ready else "unavailable", **parts}, status_code=200 if ready else 503)
 
     async def show_metrics(request: Request) -> Response:
-        require_admin(call_of(request).key)
+        key = call_of(request).key
+        require_admin(key)
+        audit.info("metrics read", extra={"by": key.name})
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return [

@@ -23,6 +23,7 @@ from gym_serve.jobs import store
 from gym_serve.jobs.admission import ModelLookup, admit, check_rows, place_files
 from gym_serve.jobs.model import ACTIVE, FINAL, OUTPUT_FILE, Checkpoint, Job, JobEvent, JobState
 from gym_serve.jobs.runner import JobRunner
+from gym_serve.logs import audit
 from gym_serve.settings import JobSettings
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class JobService:
             await self.get(key, after)
         if everyone:
             require_admin(key)
+            audit.info("jobs of all keys listed", extra={"by": key.name})
         owner = None if everyone else key.id
         return await self._database.read(
             lambda connection: store.page(
@@ -200,7 +202,7 @@ class JobService:
 
     async def resume(self, key: Key, job_id: str) -> Job:
         """Puts a paused, failed or cancelled job back into the queue; it goes on from its last checkpoint."""
-        await self.get(key, job_id)
+        await self._to_change(key, job_id, "resumed")
 
         def transaction(connection: sqlite3.Connection) -> Job:
             job = store.get(connection, job_id)
@@ -224,7 +226,7 @@ class JobService:
 
     async def delete(self, key: Key, job_id: str) -> None:
         """Removes a job that does not run, with its run directory. Its model stays."""
-        await self.get(key, job_id)
+        await self._to_change(key, job_id, "deleted")
 
         def transaction(connection: sqlite3.Connection) -> None:
             job = store.get(connection, job_id)
@@ -303,8 +305,14 @@ class JobService:
             else:
                 await asyncio.sleep(_LOG_POLL_S)
 
+    async def _to_change(self, key: Key, job_id: str, change: str) -> None:
+        """Checks that this key may change a job, and writes down where that is another key's."""
+        job = await self.get(key, job_id)
+        if job.owner != key.id:
+            audit.info("job of another key: %s", change, extra={"by": key.name, "job": job_id, "owner": job.owner})
+
     async def _stop(self, key: Key, job_id: str, stopping: JobState, stopped: JobState) -> Job:
-        await self.get(key, job_id)
+        await self._to_change(key, job_id, stopping.value)
 
         def transaction(connection: sqlite3.Connection) -> Job:
             job = store.get(connection, job_id)
