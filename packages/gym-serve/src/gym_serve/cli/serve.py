@@ -15,7 +15,7 @@ from gym_serve.settings import load_settings, render_settings
 
 
 def serve(
-    model: Annotated[str | None, Parameter(help="A run directory, a hub id, a folder or a .gguf file.")] = None,
+    model: Annotated[str | None, Parameter(help="A run, a model or adapter folder, a hub id, or a .gguf file.")] = None,
     *,
     host: Annotated[str | None, Parameter(help="The address to listen on; 127.0.0.1 unless given.")] = None,
     port: Annotated[int | None, Parameter(help="The HTTP port, 8000 unless given; 0 finds a free one.")] = None,
