@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import shutil
@@ -47,6 +48,19 @@ def test_each_optimizer_moves_the_weights_and_resumes_to_the_same_numbers(name: 
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
+def test_projections_are_in_the_checkpoint_and_resume_goes_on_with_them(name: str, tmp_path: Path) -> None:
+    package = name.replace("adamw", "torch")
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    spec = tiny_spec(optimizer=name, adapter={"kind": "full"}, **SHORT)
+    fit_tiny(tmp_path / "whole", spec)
+    fit_tiny(tmp_path / "half", spec)
+    checkpoint.remove(tmp_path / "half" / "checkpoints" / "checkpoint-6")
+    assert fit_tiny(tmp_path / "half", spec, resume=True).resumed_from == 3
+    whole, resumed = (final_weights(tmp_path / run) for run in ("whole", "half"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
 def test_muon_takes_the_matrices_and_leaves_the_rest_to_adamw() -> None:
     model = tiny_model()
     from transformers import TrainingArguments
@@ -82,7 +96,9 @@ def test_wsd_rises_stays_and_falls(tmp_path: Path) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[6:]))
 
 
-def test_an_optimizer_whose_package_is_missing_says_what_to_install() -> None:
+def test_an_optimizer_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "galore_torch" else there(name))
     with pytest.raises(UserError, match="galore_adamw needs galore_torch") as error:
         require_optimizer("galore_adamw")
     assert error.value.hint == "pip install galore-torch"

@@ -1,4 +1,4 @@
-"""`gym export`: a run's result in another form: one merged model folder, or a GGUF file."""
+"""`gym export`: a run's result in another form or place: a merged model folder, a GGUF file, a hub's repository."""
 
 from __future__ import annotations
 
@@ -22,15 +22,33 @@ def export(
     quant: Annotated[
         Literal["f32", "f16", "q8_0"], Parameter(help="How the GGUF file's matrices are stored.")
     ] = "q8_0",
+    push: Annotated[str | None, Parameter(help="The hub's repository to send the result to, OWNER/NAME.")] = None,
+    public: Annotated[bool, Parameter(negative="", help="Make a new repository that everyone can read.")] = False,
     json: Annotated[bool, Parameter(negative="", help="For scripts.")] = False,
 ) -> int:
     """Write a run's result in another form. It is shown to say what the run's own says, or refused."""
-    if (merge is None) == (gguf is None):
-        raise UserError("name what to write", hint="gym export RUN --merge FOLDER, or gym export RUN --gguf FILE")
+    if sum(target is not None for target in (merge, gguf, push)) != 1:
+        raise UserError(
+            "name one thing to make of the run",
+            hint="gym export RUN with --merge FOLDER, --gguf FILE or --push OWNER/NAME",
+        )
+    if push is not None:
+        return _pushed(run, push, public, json)
     if merge is not None:
         return _merged(run, merge, dtype, json)
     assert gguf is not None
     return _gguf(run, gguf, quant, json)
+
+
+def _pushed(run: Path, repository: str, public: bool, json: bool) -> int:
+    from gym_trainer.exporting.hub import push
+
+    done = push(run, repository, public=public)
+    if json:
+        console.out_json({"url": done.url, "folder": str(done.folder), "size_bytes": done.size_bytes})
+    else:
+        console.out(done.url)
+    return 0
 
 
 def _merged(run: Path, merge: Path, dtype: Literal["float32", "bfloat16"], json: bool) -> int:

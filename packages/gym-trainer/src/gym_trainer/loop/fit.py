@@ -31,7 +31,7 @@ from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.loop.interrupt import StopRequest
 from gym_trainer.loop.metrics import StepMeter, peak_memory_bytes
 from gym_trainer.loop.mirror import MirrorCallback, open_mirror
-from gym_trainer.loop.optimizers import optimizer_arguments, optimizer_builder, schedule_arguments
+from gym_trainer.loop.optimizers import optimizer_arguments, optimizer_builder, schedule_arguments, state_classes
 from gym_trainer.loop.step import StepRunner
 from gym_trainer.loop.trainer import GymTrainer
 from gym_trainer.objectives.base import Objective, Start
@@ -150,6 +150,7 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(_trackers_under(run_path))
         stack.enter_context(_quiet())
+        stack.enter_context(torch.serialization.safe_globals(state_classes(spec.train.optimizer)))
         if layout == "packed":
             stack.enter_context(attention_of(_causal(model), settings.attention))
         stack.enter_context(applied(model, fast, partial(_tell_unfused, events)))

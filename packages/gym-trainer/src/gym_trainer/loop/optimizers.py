@@ -41,6 +41,20 @@ def require_optimizer(name: str) -> None:
             )
 
 
+def state_classes(name: str) -> list[type]:
+    """Classes of the optimizer's package in its states, which a checkpoint may then hold beside tensors and numbers:
+    GaLore and APOLLO keep their projections as objects."""
+    if name == "galore_adamw":
+        from galore_torch.galore_projector import GaLoreProjector
+
+        return [GaLoreProjector]
+    if name == "apollo_adamw":
+        from apollo_torch.random_projector import GradientProjector
+
+        return [GradientProjector]
+    return []
+
+
 def optimizer_arguments(train: TrainSpec) -> dict[str, Any]:
     """The part of `TrainingArguments` that chooses optimizer and schedule."""
     return {
