@@ -20,6 +20,7 @@ from gym_trainer.report import write_report
 from gym_trainer.report.chart import nice_ticks, running_mean
 from gym_trainer.report.collect import MAX_POINTS, collect
 from gym_trainer.report.html import MAX_BYTES
+from gym_trainer.report.words import plan_rows
 
 HOSTILE = '<script>alert(1)</script> "quoted" | pipe ``` fence'
 
@@ -71,6 +72,22 @@ def test_steps_that_were_done_twice_count_once_and_the_later_time(run: RunDir) -
     around_550 = [value for step, value in training["series"]["loss"] if 510 < step < 595]
     assert around_550
     assert max(around_550) < 1.97
+
+
+def test_with_a_price_report_and_card_say_what_the_run_cost(run: RunDir) -> None:
+    assert collect(run)["cost"] is None
+    spec = run.spec_path.read_text().replace("price_per_hour: null", "price_per_hour: 36000000.0")
+    run.spec_path.write_text(spec)
+    facts = collect(run)
+    assert facts["cost"] > 0
+    facts["plan"] = {
+        "micro_batch_tokens": 64,
+        "run": {"time_s": 60.0, "cost": 2.0},
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    assert ("cost", "2.00", f"{facts['cost']:.2f}") in plan_rows(facts)
+    assert f"cost {facts['cost']:.2f}, at 3.6e+07 an hour" in render_card(facts, is_adapter=True)
 
 
 def test_what_the_method_measures_stands_beside_what_held_out_rows_say(run: RunDir) -> None:

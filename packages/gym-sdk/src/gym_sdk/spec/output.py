@@ -23,5 +23,9 @@ class OutputSpec(SpecModel):
     URL that fsspec knows (`s3://bucket/runs`, `hf://user/repo`). `gym train --resume` also takes the run's folder
     there."""
 
+    price_per_hour: Annotated[float, Field(ge=0, examples=[2.5])] | None = None
+    """What an hour of this machine costs, in any currency: the plan then says what the run will cost, its metrics what
+    it has cost so far, and its report what it did cost."""
+
     report_to: list[str] = []
     """Trackers beside events.jsonl, by transformers' names: tensorboard, wandb, mlflow, trackio."""

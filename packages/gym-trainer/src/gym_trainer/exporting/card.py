@@ -75,6 +75,8 @@ def render_card(
         training = facts["training"]
         measured = facts["plan"].get("measured") or {}
         took = f" It took {format_duration(measured['time_s'])} of computing." if measured.get("time_s") else ""
+        if facts.get("cost") is not None:
+            took += f" The whole run cost {facts['cost']:.2f}, at {spec['output']['price_per_hour']:g} an hour."
         lines += [
             f"{training['num_steps']} steps over {words.count(training['num_tokens'])} tokens; the loss went from "
             f"{words.number(training['first_loss'])} to {words.number(training['last_loss'])}.{took}",

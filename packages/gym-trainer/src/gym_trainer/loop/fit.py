@@ -26,6 +26,7 @@ from gym_trainer.fast.attention import LeakingAttention, attention_of, check_iso
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
 from gym_trainer.loop.callbacks import EventCallback, StopCallback
+from gym_trainer.loop.cost import CostMeter
 from gym_trainer.loop.dataset import StepDataset, StreamSteps
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.loop.interrupt import StopRequest
@@ -146,6 +147,9 @@ def fit(
         flops_per_token=settings.flops_per_token,
         peak_flops_per_s=settings.peak_flops_per_s,
         derived=objective.derived,
+        cost=None
+        if spec.output.price_per_hour is None
+        else CostMeter(run_path / "events.jsonl", spec.output.price_per_hour),
     )
     with ExitStack() as stack:
         stack.enter_context(_trackers_under(run_path))

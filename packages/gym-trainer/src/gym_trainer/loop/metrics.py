@@ -22,8 +22,11 @@ class StepMeter:
         flops_per_token: float | None = None,
         peak_flops_per_s: float | None = None,
         derived: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: {},
+        cost: Callable[[], float] | None = None,
     ) -> None:
-        """Model-FLOP utilisation is given when both are known. `derived` makes metrics out of others."""
+        """Model-FLOP utilisation is given when both are known. `derived` makes metrics out of others; `cost` is what
+        the run has cost so far."""
+        self.cost = cost
         self.derived = derived
         self.flops_per_token = flops_per_token
         self.peak_flops_per_s = peak_flops_per_s
@@ -64,6 +67,8 @@ class StepMeter:
             values["throughput_trained_tokens_per_s"] = self._num_trained_tokens / elapsed_s
             if self.flops_per_token and self.peak_flops_per_s:
                 values["model_flops_utilisation"] = rate * self.flops_per_token / self.peak_flops_per_s
+        if self.cost is not None:
+            values["cost"] = self.cost()
         values["peak_memory_bytes"] = float(peak_memory_bytes())
         self.compute_time_s += elapsed_s
         self.num_tokens += self._num_tokens

@@ -77,7 +77,7 @@ def plan(
     Args:
         config: the model's configuration; no weights are read.
         data: the rows' lengths, where the data is prepared; `data.max_length` stands for them otherwise.
-        price_per_hour: of the device, in any currency.
+        price_per_hour: of the device, in any currency; `output.price_per_hour` when not given.
         resident_bytes: what the method holds on the device beside the model in a run of a dtype, such as a teacher.
         compare: also look for the smallest card that would do.
         suggest: say what would fit where this does not. That search must not search in turn.
@@ -87,6 +87,7 @@ def plan(
         UserError: a setting that this device cannot serve.
     """
     hardware = _limited(spec, hardware)
+    price_per_hour = spec.output.price_per_hour if price_per_hour is None else price_per_hour
     dtype = _dtype(spec, hardware)
     choice = _attention(spec, config, hardware, dtype)
     longest = min(data.longest_row_tokens, _row_limit(spec)) if data else _row_limit(spec)

@@ -10,7 +10,8 @@ from typing import Any
 
 from gym_sdk.events import CheckpointEvent, LogEvent, LogLevel, MetricEvent, StateEvent, read_events
 from gym_sdk.rundir import RunDir
-from gym_sdk.spec import load_spec
+from gym_sdk.spec import RunSpec, load_spec
+from gym_trainer.loop.cost import cost, running_time_s
 from gym_trainer.records import read_json
 
 REPORT_VERSION = 1
@@ -56,12 +57,19 @@ def collect(run: RunDir) -> dict[str, Any]:
         "plan": plan,
         "fit": fitted,
         "training": training,
+        "cost": _cost(run, spec),
         "evaluation": _evaluation(run),
         "stages": stages,
         "warnings": warnings,
         "artifacts": _artifacts(run),
         "environment": environment(),
     }
+
+
+def _cost(run: RunDir, spec: RunSpec) -> float | None:
+    """In the currency of the specification's price."""
+    price_per_hour = spec.output.price_per_hour
+    return None if price_per_hour is None else cost(running_time_s(read_events(run.events_path)), price_per_hour)
 
 
 def environment() -> dict[str, Any]:

@@ -160,6 +160,9 @@ def plan_rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     if run:
         taken = sum(s["duration_s"] or 0 for s in facts["stages"] if s["state"] == "training")
         rows.append(("training time", format_duration(run["time_s"]), format_duration(taken) if taken else ""))
+    if facts.get("cost") is not None:
+        predicted_cost = run.get("cost")
+        rows.append(("cost", "" if predicted_cost is None else f"{predicted_cost:.2f}", f"{facts['cost']:.2f}"))
     return rows
 
 
@@ -167,7 +170,7 @@ def memory_total(memory: dict[str, Any]) -> float | None:
     """Of a plan: the sum of its parts, or the number itself."""
     if "total" in memory:
         return memory["total"]
-    parts = ("weights", "gradients", "optimizer", "activations", "workspace", "overhead")
+    parts = ("weights", "gradients", "optimizer", "activations", "workspace", "method", "overhead")
     return sum(memory[part] for part in parts if part in memory) or None
 
 
