@@ -97,6 +97,26 @@ def test_the_page_stands_alone(finished) -> None:
     assert not re.search(r"(src|href)=|@import|url\(|<script|https?://", page)
 
 
+def test_the_cost_stands_beside_the_papers_claim_at_the_prices_in_use(tmp_path: Path) -> None:
+    prices = {"input_usd_per_million": 0.5, "output_usd_per_million": 2.0}
+    report, run = run_in_process(
+        tmp_path,
+        Service(WORLD),
+        num_train=50,
+        num_test=0,
+        student={"price": prices},
+        gate={"share": 0.6},
+    )
+    spent = report["money"]["training"]
+    by_hand = (spent["prompt_tokens"] * 0.5) / 1e6  # The student's and the teacher's calls have prices of their own.
+    assert 0.0 < spent["cost_usd"] < by_hand + spent["completion_tokens"] * 2.0 / 1e6
+    for suffix in ("md", "html"):
+        text = run.report_path(suffix).read_text(encoding="utf-8")
+        assert "arXiv 2510.08191" in text
+        assert "$18" in text
+        assert f"{38 * 0.5 + 6.6 * 2.0:.2f}" in text, "the paper's tokens at this run's prices"
+
+
 def test_a_huge_report_still_fits_and_says_what_it_leaves_out(finished) -> None:
     report, _ = finished
     item = report["library"]["items"][0]

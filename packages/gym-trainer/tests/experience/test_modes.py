@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from harness import world_spec
 from loopback import WORLD, served, train
 
 from gym_data.experience import DEFAULT_HEADING, read_library
-from gym_sdk.spec import RunSpec
+from gym_sdk.events import MetricEvent, read_events
+from gym_sdk.spec import RunSpec, dump_yaml
 
 FAULTLESS = dict.fromkeys(("wrong", "harmful", "duplicate", "overfitted"), 0.0)
 
@@ -64,6 +67,68 @@ def test_rows_without_answers_still_teach_and_no_answer_is_ever_shown(tmp_path: 
     assert read_library(run.path / "experience").items
     # What the majority's trial lets through helps; lessons that nothing checks do harm in this world, and it is shown.
     assert (library["accuracy"] > nothing["accuracy"] + 0.1) == (mode == "majority")
+
+
+def test_student_and_teacher_have_endpoints_keys_and_prices_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_STUDENT", "one")
+    monkeypatch.setenv("KEY_OF_TEACHER", "two")
+    for name in ("student", "teacher"):
+        (tmp_path / name).mkdir()
+    with (
+        served(tmp_path / "student", key="one") as student,
+        served(tmp_path / "teacher", key="two") as teacher,
+    ):
+        spec = world_spec(
+            tmp_path,
+            WORLD,
+            student={"base_url": student.url, "model": "student", "api_key_env": "KEY_OF_STUDENT"},
+            teacher={
+                "base_url": teacher.url,
+                "model": "teacher",
+                "api_key_env": "KEY_OF_TEACHER",
+                "price": {"input_usd_per_million": 1.0, "output_usd_per_million": 4.0},
+            },
+            num_train=20,
+            num_test=0,
+            gate={"enabled": False},
+        )
+        report, run = train(spec)
+        asked = {"student": student.asked(), "teacher": teacher.asked()}
+    assert {name: {each["model"] for each in found} for name, found in asked.items()} == {
+        "student": {"student"},
+        "teacher": {"teacher"},
+    }
+    spent = report["money"]["training"]
+    assert spent["calls"] == len(asked["student"]) + len(asked["teacher"])
+    entries = [json.loads(line) for line in (run.path / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
+    role = {entry["key"]: entry["role"] for entry in entries if entry["type"] == "request" and "role" in entry}
+    costs = dict.fromkeys(asked, 0.0)
+    for entry in entries:
+        if entry["type"] == "answer":
+            costs[role[entry["key"]]] += entry["cost_usd"]
+    assert costs["student"] == 0.0, "no price, and on this machine"
+    assert costs["teacher"] == pytest.approx(spent["cost_usd"])
+    live = [e.values["training_cost_usd"] for e in read_events(run.events_path) if isinstance(e, MetricEvent)]
+    assert live[-1] == pytest.approx(spent["cost_usd"]), "told while it runs"
+
+
+def test_gym_train_runs_where_no_framework_is_installed(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'peft', 'accelerate')))\n"
+        "from gym_sdk.cli import main\n"
+        "main()"
+    )
+    with served(tmp_path) as (url, *_):
+        spec = world_spec(tmp_path, WORLD, base_url=url, num_train=20, num_test=10, gate={"held_out": False})
+        (tmp_path / "run.yaml").write_text(dump_yaml(spec), encoding="utf-8")
+        command = [sys.executable, "-c", script, "train", str(tmp_path / "run.yaml")]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "report.html").is_file()
+    assert read_library(run / "experience").items
 
 
 def test_a_group_without_a_majority_teaches_nothing(tmp_path: Path) -> None:
