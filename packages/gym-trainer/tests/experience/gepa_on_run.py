@@ -15,13 +15,14 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 from gepa import optimize
-from gepa.adapters.default_adapter.default_adapter import EvaluationResult
+from gepa.adapters.default_adapter.default_adapter import DefaultAdapter, EvaluationResult
 
 from gym_sdk.client.settings import local_key_for
 from gym_sdk.spec import EndpointSpec, SamplingSpec, TrainingFreeGrpo, load_spec
@@ -32,7 +33,7 @@ SEED_INSTRUCTION = "Answer the question."
 
 
 class Endpoint:
-    """The chat API, one call at a time, counted."""
+    """The chat API, counted."""
 
     def __init__(self, spec: EndpointSpec, model: str, seed: int) -> None:
         self._url, self._model, self._seed = f"{spec.base_url.rstrip('/')}/chat/completions", model, seed
@@ -55,6 +56,25 @@ class Endpoint:
         response = self._http.post(self._url, json=body)
         response.raise_for_status()
         return response.json()["choices"][0]["message"]["content"] or ""
+
+
+class Together(DefaultAdapter):
+    """GEPA's own adapter, with the answers of a batch asked for at the same time."""
+
+    def __init__(self, ask: Callable[[Sequence[Any]], str], evaluator: Any, concurrency: int) -> None:
+        self._ask, self._concurrency = ask, concurrency
+        self._answers: Iterator[str] = iter(())
+        super().__init__(model=lambda messages: next(self._answers), evaluator=evaluator)
+
+    def evaluate(self, batch: list[Any], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        """The answers of the batch, in its order, then their scores."""
+        (instruction,) = candidate.values()
+        prompts = [
+            [{"role": "system", "content": instruction}, {"role": "user", "content": row["input"]}] for row in batch
+        ]
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            self._answers = iter(list(pool.map(self._ask, prompts)))
+        return super().evaluate(batch, candidate, capture_traces)
 
 
 class Quiet:
@@ -90,20 +110,26 @@ def compare(run: Path) -> dict[str, Any]:
         seed_candidate={"instruction": method.instruction or SEED_INSTRUCTION},
         trainset=rows(splits.train),
         valset=rows(splits.gate),
-        task_lm=lambda messages: student.ask(messages, method.rollout, f"gepa/{student.calls}"),
+        adapter=Together(
+            lambda messages: student.ask(messages, method.rollout, f"gepa/{student.calls}"),
+            evaluate,
+            method.student.max_concurrency,
+        ),
         reflection_lm=reflect,
-        evaluator=evaluate,
         max_metric_calls=report["money"]["training"]["calls"],
         logger=Quiet(),
         seed=spec.seed,
     )
     calls = student.calls + teacher.calls
     instruction = result.best_candidate["instruction"]
-    scores = []
-    for question in splits.test:
+
+    def score(question: Question) -> float:
         messages = [{"role": "system", "content": instruction}, {"role": "user", "content": question.text}]
         answer = student.ask(messages, method.evaluation, "test/0")
-        scores.append(reward.score(answer, question.reference or "", question.text))
+        return reward.score(answer, question.reference or "", question.text)
+
+    with ThreadPoolExecutor(method.student.max_concurrency) as pool:
+        scores = list(pool.map(score, splits.test))
     return {
         "run": {arm["name"]: arm["accuracy"] for arm in report["accuracy"]},
         "run_training_calls": report["money"]["training"]["calls"],

@@ -27,10 +27,12 @@ if __name__ == "__main__":
 
 from harness import run_in_process
 from simworld import student, teacher
+from simworld.language import Statement, read_statements
 from simworld.server import Service
 from simworld.tasks import Task, World
 
 from gym_data.experience import Experience, ExperienceLibrary, read_library
+from gym_trainer.experience.statistics import paired_interval
 from gym_trainer.rewards.text import last_number
 
 NUM_TRAIN, NUM_GATE, NUM_TEST = 60, 100, 200
@@ -121,6 +123,24 @@ def shuffle_words(library: ExperienceLibrary, seed: int) -> ExperienceLibrary:
     return replace(library, items=tuple(items))
 
 
+def deletions(world: World, library: ExperienceLibrary) -> tuple[list[float], list[float]]:
+    """How much accuracy falls when a true item is deleted: on tasks that need its rule, and on tasks that do not."""
+    tasks = world.tasks("test", 600)
+    drops: list[float] = []
+    elsewhere: list[float] = []
+    for item in library.items:
+        stated = [s for s in read_statements(item.text) if isinstance(s, Statement) and s.words]
+        if not stated or world.rules.get(stated[0].words[0]) != stated[0].effect:
+            continue
+        word = stated[0].words[0]
+        lesser = replace(library, items=tuple(other for other in library.items if word not in other.text))
+        for needed, out in ((True, drops), (False, elsewhere)):
+            some = [task for task in tasks if (word in task.needs) is needed][:60]
+            whole, part = (accuracy(world, each.render(), some) for each in (library, lesser))
+            out.append(whole - part)
+    return drops, elsewhere
+
+
 def gepa(seed: int, max_metric_calls: int) -> tuple[str, int, World]:
     """GEPA with its own defaults on the same rows, student and teacher; the instruction and the calls it made."""
     from gepa import optimize
@@ -190,6 +210,7 @@ def one(job: tuple[str, int]) -> dict[str, Any]:
 
         row["placebo"] = accuracy(world, placebo_of(library).render())
         row["shuffled text"] = accuracy(world, shuffle_words(library, seed).render())
+        row["drops"], row["elsewhere"] = deletions(world, library)
     return row
 
 
@@ -217,21 +238,36 @@ def main() -> None:
             if arguments.json:
                 with arguments.json.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
-    print("| arm | accuracy: mean | worst | best | calls | items |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    print_table(arms, rows)
+
+
+def print_table(arms: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Accuracy by arm, and how far it lies above no library in the same worlds."""
+    nothing = {row["seed"]: row["accuracy"] for row in rows if row["arm"] == "nothing"}
+    print("| arm | accuracy: mean | worst | best | above nothing, 95% | calls | items |")
+    print("| --- | ---: | ---: | ---: | --- | ---: | ---: |")
     for arm in arms:
         chosen = [row for row in rows if row["arm"] == arm]
-        print(_line(arm, chosen, "accuracy"))
+        print(_line(arm, chosen, "accuracy", nothing))
         for extra in ("placebo", "shuffled text"):
             if extra in chosen[0]:
-                print(_line(f"its {extra}", chosen, extra))
+                print(_line(f"its {extra}", chosen, extra, nothing))
+    for key, where in (("drops", "tasks that need it"), ("elsewhere", "other tasks")):
+        found = [value for row in rows for value in row.get(key, ())]
+        if found:
+            low, high = paired_interval(found)
+            print(f"without a true item, on {where}: {-high:+.3f} to {-low:+.3f} ({len(found)} items)")
 
 
-def _line(name: str, rows: list[dict[str, Any]], key: str) -> str:
+def _line(name: str, rows: list[dict[str, Any]], key: str, nothing: dict[int, float]) -> str:
     values = [row[key] for row in rows]
     calls = statistics.mean(row["calls"] for row in rows)
     items = statistics.mean(row.get("items", 0) for row in rows)
     figures = [f"{value:.3f}" for value in (statistics.mean(values), min(values), max(values))]
-    return f"| {name} | {' | '.join(figures)} | {calls:.0f} | {items:.1f} |"
+    gains = [row[key] - nothing[row["seed"]] for row in rows if row["seed"] in nothing]
+    low, high = paired_interval(gains)
+    above = f"{low:+.3f} to {high:+.3f}" if len(gains) > 1 and any(gains) else ""
+    return f"| {name} | {' | '.join(figures)} | {above} | {calls:.0f} | {items:.1f} |"
 
 
 if __name__ == "__main__":
