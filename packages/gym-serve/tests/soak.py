@@ -1,8 +1,9 @@
 """Many clients on one daemon for a long time, with kills at random moments when asked.
 
-    python packages/gym-serve/tests/soak.py --minutes 10 --step-s 0.5             # 200 streams, 50 watchers
-    python packages/gym-serve/tests/soak.py --minutes 60 --kill-every-s 10 --clients 20 --watchers 5 --pause-s 1
+    python packages/gym-serve/tests/soak.py --minutes 10 --step-s 1 --tokens 10 --jobs-at-once 1 --job-step-ms 200
+    python packages/gym-serve/tests/soak.py --minutes 60 --kill-every-s 15 --clients 20 --watchers 5 --pause-s 2
 
+The first is the load of 200 streams and 50 watchers on one job, the second the soak.
 Clients stream answers whose text they know, of the base and of an adapter. A request ends in one of these ways:
 `right`; `refused`, with an error in the API's form, or `unreachable`, when nobody listens; `cut`, when the line broke
 and the client can tell; or `wrong`, which must not happen: another text with a good ending, or no end at all. Watchers
@@ -48,7 +49,6 @@ from gym_serve.jobs.supervisor import descendants, read_stat
 ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 ANSWER_TIMEOUT_S = 120.0
 VICTIMS = ("daemon", "engine", "supervisor", "job")
-JOBS_AT_ONCE = 2
 _PAST_STARTUP = 0.2
 """The share of the time after which memory and latency are compared."""
 SETTINGS = f"""[jobs]
@@ -127,16 +127,18 @@ class Soak:
         step_s: float = 0.02,
         num_tokens: int = 0,
         job_steps: int = 120,
+        job_step_ms: int = 20,
+        jobs_at_once: int = 2,
         seed: int = 0,
     ) -> None:
         """It ends after `seconds`, but not before `num_kills`. Between two kills lie 0.3 s to twice `kill_every_s`;
         clients wait `pause_s` between their requests, and answers have `num_tokens` (0: a word), `step_s` apart. Jobs
-        have 20 to `job_steps` steps of 20 ms."""
+        have 20 to `job_steps` steps of `job_step_ms`."""
         self.findings = Findings()
         self._num_clients, self._num_watchers = num_clients, num_watchers
         self._num_kills, self._kill_every_s = num_kills, kill_every_s
         self._seconds, self._pause_s, self._num_tokens = seconds, pause_s, num_tokens
-        self._job_steps = job_steps
+        self._job_steps, self._job_step_ms, self._jobs_at_once = job_steps, job_step_ms, jobs_at_once
         self._chance = random.Random(seed)
         self._tuned: str | None = None
         """The model that a job has made."""
@@ -246,13 +248,13 @@ class Soak:
         data.write_text(ROW)
         file = await self._patiently(lambda: gym.files.upload(data))
         while self._goes_on or not self.findings.num_jobs:
-            await asyncio.gather(*(self._run_job(gym, file.id) for _ in range(JOBS_AT_ONCE)))
+            await asyncio.gather(*(self._run_job(gym, file.id) for _ in range(self._jobs_at_once)))
             await asyncio.sleep(self._pause_s)
 
     async def _run_job(self, gym: AsyncGym, file_id: str) -> None:
         steps = self._chance.randrange(20, self._job_steps)
         spec = {
-            "name": f"paced-{steps}",
+            "name": f"paced-{self._job_step_ms}-{steps}",
             "model": {"source": "tiny"},
             "data": {"train": [{"source": f"file:{file_id}"}]},
         }
@@ -406,7 +408,9 @@ def main() -> int:
     parser.add_argument("--pause-s", type=float, default=0.0, help="what a client waits between two requests")
     parser.add_argument("--step-s", type=float, default=0.02, help="the time between two tokens")
     parser.add_argument("--tokens", type=int, default=0, help="the length of an answer; 0 is a word of its own")
-    parser.add_argument("--job-steps", type=int, default=120, help="the most steps of a job, 20 ms each")
+    parser.add_argument("--job-steps", type=int, default=120, help="the most steps of a job")
+    parser.add_argument("--job-step-ms", type=int, default=20, help="the time of a job's step")
+    parser.add_argument("--jobs-at-once", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -420,6 +424,8 @@ def main() -> int:
             step_s=options.step_s,
             num_tokens=options.tokens,
             job_steps=options.job_steps,
+            job_step_ms=options.job_step_ms,
+            jobs_at_once=options.jobs_at_once,
             seed=options.seed,
         )
         findings = asyncio.run(soak.run())

@@ -1,7 +1,7 @@
 """Plays `gym train` for the daemon's tests: makes a run directory, writes events, and ends as the run's name says.
 
 steps-N              N steps with a checkpoint each, then succeeds with an adapter
-paced-N              the same, 20 ms a step
+paced-MS-N           the same, MS milliseconds a step
 waits                steps until the file `go` appears in the run's folder, then succeeds
 workers              starts a worker with a session of its own, which starts another, and waits
 stubborn             the same, and ignores SIGTERM
@@ -104,7 +104,7 @@ def play(name: str, run: RunDir, events: EventWriter, resumed: bool) -> int:
     for number in range(first, last + 1):
         step(run, events, number)
         if name.startswith("paced-"):
-            time.sleep(0.02)
+            time.sleep(int(name.split("-")[1]) / 1000)
     return finish(run, events)
 
 
