@@ -14,7 +14,7 @@ def with_kills(folder: Path, *, num_kills: int, seed: int) -> Findings:
     findings = asyncio.run(soak.run())
     assert findings.wrong == []
     assert findings.faults == []
-    assert findings.endings["right"] > 20, findings.lines()
+    assert findings.endings["right"] > 0, findings.lines()
     assert findings.kills.total() == num_kills
     return findings
 
