@@ -175,6 +175,20 @@ def _rotate_heads(
 
 
 @triton.jit
+def _angles(cos_ptr, sin_ptr, row, stride_angle, middle, HALF: tl.constexpr):
+    """Cosine and sine of both halves of a row's dimensions."""
+    half = tl.arange(0, HALF)[None, :]
+    inside = half < middle
+    cos_ptr += row * stride_angle + half
+    sin_ptr += row * stride_angle + half
+    cos_low = tl.load(cos_ptr, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos_ptr + middle, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin_ptr, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_ptr + middle, mask=inside, other=0.0).to(tl.float32)
+    return cos_low, cos_high, sin_low, sin_high
+
+
+@triton.jit
 def _rotate(
     qkv_ptr,
     cos_ptr,
@@ -196,13 +210,8 @@ def _rotate(
     HALF: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, HALF)[None, :]
     middle = head_dim // 2
-    inside = half < middle
-    cos_low = tl.load(cos_ptr + row * stride_angle + half, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptr + row * stride_angle + middle + half, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptr + row * stride_angle + half, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptr + row * stride_angle + middle + half, mask=inside, other=0.0).to(tl.float32)
+    cos_low, cos_high, sin_low, sin_high = _angles(cos_ptr, sin_ptr, row, stride_angle, middle, HALF)
     qkv_ptr += row * stride_qkv
     _rotate_heads(
         qkv_ptr,
@@ -349,11 +358,7 @@ def _rotate_backward(
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, HALF)[None, :]
     middle = head_dim // 2
-    inside = half < middle
-    cos_low = tl.load(cos_ptr + row * stride_angle + half, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptr + row * stride_angle + middle + half, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptr + row * stride_angle + half, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptr + row * stride_angle + middle + half, mask=inside, other=0.0).to(tl.float32)
+    cos_low, cos_high, sin_low, sin_high = _angles(cos_ptr, sin_ptr, row, stride_angle, middle, HALF)
     qkv_ptr += row * stride_qkv
     out_ptr += row * stride_out
     _rotate_heads_backward(
