@@ -138,7 +138,7 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_forward():
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_generation_and_a_switched_off_adapter_use_the_models_own_forward():
+def test_evaluation_generation_and_a_switched_off_adapter_give_the_models_own_numbers():
     model = _model(MODELS["qwen3"], torch.float32)
     ids = torch.arange(5, 25)[None]
     with model.disable_adapter(), torch.no_grad():
@@ -156,6 +156,34 @@ def test_evaluation_generation_and_a_switched_off_adapter_use_the_models_own_for
             torch.testing.assert_close(model(input_ids=ids).logits, adapted)
             assert torch.equal(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False), generated)
         model.train()
+
+
+def test_an_untrained_policy_is_its_reference_to_the_bit_and_evaluation_keeps_nothing():
+    model = _model(MODELS["qwen3"], torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    ids = torch.arange(5, 35)[None]
+    layout = PackedLayout.from_lengths((18, 12))
+    body, _ = split(model)
+
+    def hidden():
+        return body(input_ids=ids, use_cache=False, **layout.model_kwargs()).last_hidden_state
+
+    with attention_of(model.get_base_model(), PER_DOCUMENT), fused_layers(model, 1):
+        policy = hidden()
+        with torch.no_grad(), model.disable_adapter():
+            reference = hidden()
+        with torch.no_grad():
+            evaluated = hidden()
+        with model.disable_adapter():
+            own = hidden()
+    assert torch.equal(policy, reference)
+    assert torch.equal(policy, evaluated)
+    assert not reference.requires_grad
+    torch.testing.assert_close(own, policy, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(own, policy)  # gradients without the adapter are the layers' own
 
 
 def test_padded_rows_are_served_with_their_mask():

@@ -58,6 +58,8 @@ class _Call:
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """Attention of [B, H, L, E], [B, K, L, E] twice, to [B, L, H, E]."""
     has_backward: bool
+    adapted: bool = True
+    """With LoRA's part; a model whose adapter is switched off has zeros in its columns."""
 
 
 class FusedLayer:
@@ -103,17 +105,26 @@ class FusedLayer:
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """In place of the layer's own forward, which still serves evaluation, generation and a switched-off adapter."""
-        if position_embeddings is None or not self.layer.training or self._is_plain(kwargs):
+        """In place of the layer's own forward, which still serves generation and whatever else is no training.
+
+        Packed documents are served without gradients, too, with the adapter or without it: what a preference method
+        compares is then rounded alike, and an untrained policy's log-probabilities are its reference's.
+        """
+        has_backward, adapted = torch.is_grad_enabled(), not any(module.disable_adapters for module in self._lora)
+        if has_backward:
+            fits = self.layer.training and adapted
+        else:
+            fits = "cu_seq_lens_q" in kwargs and (adapted or all(module.disable_adapters for module in self._lora))
+        if position_embeddings is None or not fits or self._is_plain(kwargs):
             return self.own_forward(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
             )
         num_rows, length, _ = hidden_states.shape
         cos_TE, sin_TE = (x.expand(num_rows, length, -1).flatten(0, 1) for x in position_embeddings)
-        if self.refresh is not None:
+        if self.refresh is not None and adapted:
             self.refresh()
         kwargs = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
-        call = _Call(self, cos_TE, sin_TE, self._attention(attention_mask, kwargs), torch.is_grad_enabled())
+        call = _Call(self, cos_TE, sin_TE, self._attention(attention_mask, kwargs), has_backward, adapted)
         trained = [weight for joined in self.joined for weight in joined.trained]
         return _FusedLayer.apply(hidden_states, call, *trained)
 
@@ -125,7 +136,7 @@ class FusedLayer:
     def _is_plain(self, kwargs: dict[str, Any]) -> bool:
         if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
             return True
-        return any(module.disable_adapters or module.merged for module in self._lora)
+        return any(module.merged for module in self._lora)
 
     def _attention(self, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> Callable[..., torch.Tensor]:
         module = self.attention
@@ -160,7 +171,7 @@ class _FusedLayer(torch.autograd.Function):
         recompute = call.layer.recompute
         with without_autocast(x_BLD.device):
             x_TD = x_BLD.flatten(0, 1)
-            kept = _up_to_gate(call, x_TD, x_BLD.shape[:2], with_graph=not recompute)
+            kept = _up_to_gate(call, x_TD, x_BLD.shape[:2], with_graph=call.has_backward and not recompute)
             activated = _activate(call, kept)
             y_TD = call.layer.down.forward(activated)
             y_TD += kept.middle_TD
@@ -204,7 +215,7 @@ def _up_to_gate(call: _Call, x_TD: torch.Tensor, rows: torch.Size, *, with_graph
     layer = call.layer
     whole, normed, lora = layer.qkv.input_like(x_TD)
     rstd_in = ops.rms_norm(x_TD, layer.norm_in.weight.data, layer.norm_in.variance_epsilon, normed)
-    qkv_lora = _lora(layer.qkv, normed, lora)
+    qkv_lora = _lora(call, layer.qkv, normed, lora)
     qkv_TO = layer.qkv.forward(whole)
     del whole, normed, lora
 
@@ -221,7 +232,7 @@ def _up_to_gate(call: _Call, x_TD: torch.Tensor, rows: torch.Size, *, with_graph
 
     whole, copied, lora = layer.out.input_like(x_TD)
     attended_TI = attended.detach().reshape(len(x_TD), -1)
-    out_lora = _lora(layer.out, attended_TI, lora, copied=copied)
+    out_lora = _lora(call, layer.out, attended_TI, lora, copied=copied)
     middle_TD = layer.out.forward(whole)
     del whole, copied, lora
 
@@ -230,7 +241,7 @@ def _up_to_gate(call: _Call, x_TD: torch.Tensor, rows: torch.Size, *, with_graph
     rstd_middle = ops.rms_norm(
         x_TD, norm.weight.data, norm.variance_epsilon, normed, delta_TD=middle_TD, sum_TD=middle_TD
     )
-    both_lora = _lora(layer.both, normed, lora)
+    both_lora = _lora(call, layer.both, normed, lora)
     both_TO, both, _ = layer.both.output_like(x_TD)
     layer.both.forward(whole, out_TO=both)
     return _Kept(
@@ -253,14 +264,23 @@ def _activate(call: _Call, kept: _Kept) -> torch.Tensor:
     down = call.layer.down
     whole, product, lora = down.input_like(kept.middle_TD)
     ops.swiglu(kept.both_TO[:, : call.layer.both.num_outputs], product)
-    kept.down_lora_TN = _lora(down, product, lora)
+    kept.down_lora_TN = _lora(call, down, product, lora)
     return whole
 
 
 def _lora(
-    joined: JoinedWeight, x_TI: torch.Tensor, lora_TN: torch.Tensor, *, copied: torch.Tensor | None = None
+    call: _Call,
+    joined: JoinedWeight,
+    x_TI: torch.Tensor,
+    lora_TN: torch.Tensor,
+    *,
+    copied: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x A^T` beside `x`, and once more by itself for the gradient of B."""
+    """`x A^T` beside `x`, and once more by itself for the gradient of B; zeros without the adapter."""
+    if not call.adapted:
+        if copied is not None:
+            copied.copy_(x_TI)
+        return lora_TN.zero_()
     second_TN = _columns(lora_TN)
     ops.project(x_TI, joined.lora_a, lora_TN, copy_TI=copied, second_TN=second_TN)
     return second_TN
