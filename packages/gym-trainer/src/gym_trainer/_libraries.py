@@ -18,6 +18,16 @@ def wait_without_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
+def grow_memory_in_place() -> None:
+    """Let PyTorch's blocks of CUDA memory grow, instead of lying beside each other with gaps that fit nothing.
+
+    Read when CUDA starts, and only from the environment; what the user has set stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ[names[0]] = "expandable_segments:True"
+
+
 def quieten_libraries() -> None:
     """No bars of transformers for work of a second, and no warnings of its own deprecations. To be called before
     transformers is imported, and without importing it: what is wrong with the input is said sooner."""

@@ -21,7 +21,7 @@ from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, dump_yaml, load_spec
 from gym_sdk.spec.adapter import is_whole_model
 from gym_trainer import records
-from gym_trainer._libraries import quieten_libraries, wait_without_spinning
+from gym_trainer._libraries import grow_memory_in_place, quieten_libraries, wait_without_spinning
 from gym_trainer.narrator import Narrator, recording
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def require_torch(what: str) -> None:
     if any(find_spec(module) is None for module in ("torch", "transformers", "peft", "accelerate")):
         raise MissingExtra(what, package="gym-trainer", extra="torch")
     wait_without_spinning()
+    grow_memory_in_place()
     quieten_libraries()
 
 
@@ -231,6 +232,7 @@ def make_plan(
     from gym_trainer.fast.host_memory import keep_freed_memory
     from gym_trainer.planning import detect, render
     from gym_trainer.planning import plan as choose
+    from gym_trainer.planning.hardware import hold_to
     from gym_trainer.planning.source import shape_of
 
     config = read_config(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
@@ -248,6 +250,8 @@ def make_plan(
         torch.set_num_threads(plan.num_threads)
     if plan.device == "cpu":
         keep_freed_memory()
+    elif spec.performance.memory_limit_gb is not None:
+        hold_to(int(spec.performance.memory_limit_gb * 1e9))
     records.write_text(run.plan_path, plan.to_json())
     told.say(render(plan))
     return plan

@@ -16,7 +16,8 @@ class PerformanceSpec(SpecModel):
     """Where to train: a CUDA device when there is one."""
 
     memory_limit_gb: Annotated[float, Field(gt=0)] | None = None
-    """Plan for this much memory (GB of 10^9 bytes) instead of all that the device has free."""
+    """Plan for this much memory (GB of 10^9 bytes) instead of all that the device has free; on a CUDA device PyTorch is
+    held to it."""
 
     attention: Literal["auto", "varlen", "sdpa"] = "auto"
     """How packed rows are kept apart: `varlen` needs a CUDA device; `sdpa` works everywhere."""

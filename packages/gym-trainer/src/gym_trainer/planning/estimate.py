@@ -142,7 +142,7 @@ class Simulations:
 
 Layers = Literal["kept", "recomputed", "offloaded"]
 _SIMULATIONS: dict[_Key, Simulations] = {}
-_MOST_SIMULATIONS = 4
+_MOST_SIMULATIONS = 8
 
 
 def _build(spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, num_layers: int) -> nn.Module:

@@ -142,6 +142,19 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto", *, num_threads: int 
     return _this_processor(num_threads or num_usable_cores())
 
 
+def hold_to(limit_bytes: int) -> None:
+    """Let PyTorch take no more of the CUDA device than this, its context included; for the rest of the process.
+
+    A plan for a limit is then kept: what it did not foresee is an out-of-memory error, which halves the micro-batch.
+    """
+    import torch
+
+    from gym_trainer.planning.memory import CUDA_CONTEXT_BYTES
+
+    _, total_bytes = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, limit_bytes - CUDA_CONTEXT_BYTES) / total_bytes))
+
+
 def process_bytes() -> int:
     """What this process holds already: the interpreter and its libraries."""
     try:

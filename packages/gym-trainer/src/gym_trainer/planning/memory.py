@@ -17,7 +17,7 @@ from gym_trainer.planning.optimizer_states import state_sizes
 if TYPE_CHECKING:
     from torch import nn
 
-_CUDA_CONTEXT_BYTES = 600 * MIB  # the driver's, outside the allocator
+CUDA_CONTEXT_BYTES = 600 * MIB  # the driver's, outside the allocator
 _PRODUCT_WORKSPACE_BYTES = 64 * MIB
 """What matrix products allocate for themselves, and the parts of sums over tokens."""
 _FRAGMENTATION = 0.03
@@ -138,7 +138,7 @@ class LayerMemory:
 def overhead(hardware: Hardware, allocated: int) -> int:
     """Memory that is neither tensors nor workspace: the CUDA context and lost blocks, or the process itself."""
     if hardware.kind == "cuda":
-        return _CUDA_CONTEXT_BYTES + int(_FRAGMENTATION * allocated)
+        return CUDA_CONTEXT_BYTES + int(_FRAGMENTATION * allocated)
     return process_bytes()
 
 
