@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gym_trainer.bench.train import BenchSettings, bench_train, render
 from gym_trainer.cli.bench import parse_lengths
 from gym_trainer.fast.apply import FastPath, applied
-from gym_trainer.fast.lora import LeanLoraLinear, lora_layers, why_not_lean
+from gym_trainer.fast.lora import LeanLoraLinear, lean_lora, lora_layers, why_not_lean
 
 CONFIG = LlamaConfig(
     vocab_size=128,
@@ -55,6 +55,25 @@ def test_lean_lora_equals_pefts_and_leaves_its_classes():
     assert all(type(layer) is Linear for layer in lora_layers(model))
     with model.disable_adapter(), torch.no_grad():
         assert torch.equal(model(input_ids=torch.arange(5, 29)[None]).logits, without)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("input_needs_gradient", [True, False])
+def test_the_added_product_is_the_sum_and_has_its_gradients(bias, input_needs_gradient):
+    torch.manual_seed(0)
+    layer = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(6, 5, bias=bias)),
+        LoraConfig(r=2, lora_alpha=6, target_modules=["0"], init_lora_weights=False),
+    )
+    (product,) = lora_layers(layer.double())
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=input_needs_gradient)
+    trained = [p for p in product.parameters() if p.requires_grad]
+    expected = product(x)
+    with lean_lora(layer):
+        got = product(x)
+        assert type(got.grad_fn).__name__ == "_AddedProductBackward"
+        assert torch.autograd.gradcheck(lambda *_: product(x), [*([x] if input_needs_gradient else []), *trained])
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"lora_dropout": 0.1}, "dropout"), ({"use_dora": True}, "dora")])
