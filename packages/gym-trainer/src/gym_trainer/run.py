@@ -228,6 +228,7 @@ def make_plan(
     import torch
 
     from gym_serve.models import read_config
+    from gym_trainer.adapters.before_weights import check_adapter
     from gym_trainer.adapters.prequantized import check_prequantized
     from gym_trainer.fast.host_memory import keep_freed_memory
     from gym_trainer.planning import detect, render
@@ -238,6 +239,7 @@ def make_plan(
     config = read_config(base.resolved.folder, trust_remote_code=spec.model.trust_remote_code)
     check_prequantized(config, spec)
     hardware = detect(spec.performance.device, num_threads=spec.performance.num_threads)
+    check_adapter(spec, config, hardware.kind, writes_text=objective.scores is None, new_token_ids=base.new_token_ids)
     plan = choose(
         spec,
         config,

@@ -96,6 +96,16 @@ def test_a_resumed_run_refuses_data_that_has_changed(folder: Path, capsys: pytes
     assert "not what this run began with" in capsys.readouterr().err
 
 
+def write_adapter(folder: Path, *, hidden_size: int) -> None:
+    """An adapter of rank 2 for a model of this width."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(config)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(folder)
+
+
 BROKEN_ROW = json.dumps(note_rows(1)[0]) + "\n" + '{"messages": [{"role": "us'
 
 
@@ -115,13 +125,47 @@ BROKEN_ROW = json.dumps(note_rows(1)[0]) + "\n" + '{"messages": [{"role": "us'
         (["data.max_length=8"], {}, r"no training row is left|max_length"),
         (["output.dir=rows.jsonl"], {}, r"is a file"),
         (["output.report_to=[tensorbord]"], {}, r"tensorbord"),
+        (["method={kind: dpo}"], {}, r"rows.jsonl:1: the method needs .*pair"),
+        (["method={kind: reward}", "evaluation.tasks=[]"], {}, r"rows.jsonl:1: the method needs .*pair"),
+        (["method={kind: kto}"], {}, r"rows.jsonl:1: the method needs"),
+        (["method={kind: pretrain}"], {}, r"plain text"),
+        (["method={kind: classification}", "evaluation.tasks=[]"], {}, r"are texts, not classes"),
+        (
+            ["method={kind: classification, labels: [lion, kudu]}", "evaluation.tasks=[]"],
+            {},
+            r"rows.jsonl:\d+: the answer .* is none of the classes",
+        ),
+        (["method={kind: dpo, reference: adapter_disabled}", "adapter={kind: full}"], {}, r"method.reference"),
+        (["method={kind: distillation, teacher: ./nowhere}"], {}, r"method.teacher.*nowhere"),
+        (["adapter.targets=.*nothing"], {}, r"no linear layer's full name matches \.\*nothing"),
+        (["adapter={kind: oft, block_size: 7}"], {}, r"block_size is 7.*does not divide|block_size"),
+        (["adapter={kind: freeze, num_layers: 3}"], {}, r"num_layers is 3, but the model has 2"),
+        (["adapter.modules_to_save=[nrm]"], {}, r"modules_to_save: nrm matches no module"),
+        (["adapter.init_from=./tiny"], {}, r"has no adapter_config.json"),
+        (["adapter.init_from=./other"], {}, r"does not fit this model.*24 inputs.*has 32"),
+        (["adapter.init_from=./own", "adapter.rank=8"], {}, r"adapter.rank is 8, and the adapter in .* has 2"),
+        (["adapter.init=loftq", "model.quantization=nf4"], {}, r"loftq, which computes on a CUDA device"),
+        (["model.dtype=float16"], {}, r"does not compute in float16"),
     ],
 )
 def test_bad_input_is_one_message_with_a_way_out_and_no_run_that_looks_complete(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], files: dict[str, str], message: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    files: dict[str, str],
+    message: str,
 ) -> None:
     for name, text in files.items():
         (folder / name).write_text(text)
+    if any("other" in argument or "own" in argument for argument in arguments):
+        write_adapter(folder / "own", hidden_size=32)
+        write_adapter(folder / "other", hidden_size=24)
+
+    def read(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("gym_serve.models.load_model", read)
     assert gym(["train", "run.yaml", "--quiet", *arguments]) == 2
     said = capsys.readouterr()
     assert said.out == ""
