@@ -117,6 +117,16 @@ def test_the_cost_stands_beside_the_papers_claim_at_the_prices_in_use(tmp_path: 
         assert f"{38 * 0.5 + 6.6 * 2.0:.2f}" in text, "the paper's tokens at this run's prices"
 
 
+def test_the_report_says_what_its_bound_is_a_bound_of(tmp_path: Path, finished) -> None:
+    _, by_betting = finished
+    assert "test by betting" in by_betting.report_path("md").read_text(encoding="utf-8")
+    report, by_sign = run_in_process(tmp_path, Service(WORLD), num_train=80, num_test=0, gate={"share": 0.6})
+    tests = [step["gate"] for step in report["steps"] if step["gate"]]
+    assert {each["test"] for each in tests} == {"sign"}
+    assert all(each["accepted"] == (each["lower_bound"] > 0) for each in tests)
+    assert "sign test accepts" in by_sign.report_path("md").read_text(encoding="utf-8")
+
+
 def test_a_huge_report_still_fits_and_says_what_it_leaves_out(finished) -> None:
     report, _ = finished
     item = report["library"]["items"][0]

@@ -184,6 +184,14 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+GATE_TESTS = {
+    "betting": "The gate's bound is that of the test by betting, exact for any rewards.",
+    "sign": "The gate's bound is above 0 exactly where the sign test accepts; its size takes the share of questions on "
+    "which the libraries differ as it was seen.",
+}
+"""What a reader of the steps should know about the lower bound."""
+
+
 def _steps_table(steps: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| step | questions | groups with contrast | mean reward | operations | gate: difference | lower bound | level "
@@ -199,6 +207,8 @@ def _steps_table(steps: list[dict[str, Any]]) -> list[str]:
             f"| {name} | {step['num_questions']} | {step['num_groups_kept']} | {reward} | {len(step['applied'])} | "
             f"{tested} | {'yes' if step['accepted'] else 'no'} | {step['num_items']} |"
         )
+    if tests := {step["gate"]["test"] for step in steps if step["gate"]}:
+        lines += ["", *(GATE_TESTS[test] for test in sorted(tests))]
     return lines
 
 
