@@ -27,6 +27,8 @@ class GuardedStream(Response):
         headers: Mapping[str, str] | None = None,
         stack: AsyncExitStack | None = None,
     ) -> None:
+        # Not `super().__init__`, which would render a body. Starlette's own stream starts an anyio task group for each
+        # answer; two tasks do the same for less.
         self._pieces = body
         self._stack = stack
         self.status_code = 200
