@@ -22,6 +22,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 import statistics
 import sys
 import tempfile
@@ -140,6 +141,7 @@ class Soak:
         self._seconds, self._pause_s, self._num_tokens = seconds, pause_s, num_tokens
         self._job_steps, self._job_step_ms, self._jobs_at_once = job_steps, job_step_ms, jobs_at_once
         self._chance = random.Random(seed)
+        self._tls = ssl.create_default_context()  # made once: httpx wants one also where it is not used
         self._tuned: str | None = None
         """The model that a job has made."""
         model = write_model(folder / "tiny")
@@ -157,18 +159,13 @@ class Soak:
         await asyncio.to_thread(self.daemon.start)
         await asyncio.to_thread(self.daemon.wait_ready)
         self._end = time.monotonic() + self._seconds
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = {"authorization": f"Bearer {self.daemon.key}"}
         try:
             async with (
-                httpx.AsyncClient(
-                    base_url=self.daemon.http_url, headers=headers, limits=limits, timeout=ANSWER_TIMEOUT_S
-                ) as http,
                 AsyncGym(self.daemon.http_url, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym,
                 asyncio.TaskGroup() as group,
             ):
                 for number in range(self._num_clients):
-                    group.create_task(self._ask_forever(http, number))
+                    group.create_task(self._ask_forever(number))
                 group.create_task(self._run_jobs(gym))
                 group.create_task(self._measure())
                 group.create_task(self._probe())
@@ -183,14 +180,22 @@ class Soak:
     def _goes_on(self) -> bool:
         return time.monotonic() < self._end or self.findings.kills.total() < self._num_kills
 
-    async def _ask_forever(self, http: httpx.AsyncClient, number: int) -> None:
+    def _client(self) -> httpx.AsyncClient:
+        """A client of its own: one pool of hundreds of connections looks all of them over for each request."""
+        headers = {"authorization": f"Bearer {self.daemon.key}"}
+        return httpx.AsyncClient(
+            base_url=self.daemon.http_url, headers=headers, timeout=ANSWER_TIMEOUT_S, verify=self._tls
+        )
+
+    async def _ask_forever(self, number: int) -> None:
         count = 0
-        while self._goes_on:
-            count += 1
-            ending = await self._ask(http, number, count)
-            self.findings.endings[ending] += 1
-            if self._pause_s or ending != "right":
-                await asyncio.sleep(self._chance.uniform(0.5, 1.5) * self._pause_s or 0.2)
+        async with self._client() as http:
+            while self._goes_on:
+                count += 1
+                ending = await self._ask(http, number, count)
+                self.findings.endings[ending] += 1
+                if self._pause_s or ending != "right":
+                    await asyncio.sleep(self._chance.uniform(0.5, 1.5) * self._pause_s or 0.2)
 
     async def _ask(self, http: httpx.AsyncClient, number: int, count: int) -> str:
         model, say = "tiny", f"w{number}-{count}"
@@ -284,8 +289,7 @@ class Soak:
                 self.findings.resident_bytes.append(resident_bytes(self.daemon.process.pid))
 
     async def _probe(self) -> None:
-        headers = {"authorization": f"Bearer {self.daemon.key}"}
-        async with httpx.AsyncClient(base_url=self.daemon.http_url, headers=headers, timeout=30) as http:
+        async with self._client() as http:
             while self._goes_on:
                 began = time.monotonic()
                 try:
@@ -329,8 +333,7 @@ class Soak:
             num_known = len([job async for job in gym.jobs.list()])
             if num_known < self.findings.num_jobs:
                 self.findings.faults.append(f"{self.findings.num_jobs} jobs were accepted, {num_known} are known")
-        headers = {"authorization": f"Bearer {self.daemon.key}"}
-        async with httpx.AsyncClient(base_url=self.daemon.http_url, headers=headers, timeout=60) as http:
+        async with self._client() as http:
             ending, deadline = "", time.monotonic() + 60
             while ending != "right" and time.monotonic() < deadline:
                 ending = await self._ask(http, self._num_clients, 0)
