@@ -103,6 +103,34 @@ def test_layer_pattern_and_shortening():
     assert layer_pattern(LlamaConfig(num_hidden_layers=7, **SMALL)) == 1
 
 
+def test_one_long_row_is_planned_near_what_an_h200_measured():
+    spec = _spec(data={"train": [{"source": "d"}], "max_length": 131_072}, train={"batch_size": 1})
+    config = Qwen3Config(**(QWEN3_8B.to_dict() | {"max_position_embeddings": 131_072}))
+    data = DataShape(num_rows=1, num_tokens=131_072, longest_row_tokens=131_072)
+    result = plan(spec, config, DEVICES["h200"].limited_to(141 * 10**9), data=data, compare=False)
+    assert result.memory.allocated / 2**30 == pytest.approx(118.50, rel=0.05)
+    assert result.speed.throughput_tokens_per_s == pytest.approx(2663, rel=0.2)
+
+
+def test_a_step_is_not_cut_into_a_micro_batch_and_a_small_rest():
+    """12,096 tokens at once are as fast a token as 16,384, but leave a rest whose launches take as long."""
+    data = DataShape(num_rows=32, num_tokens=13_488, longest_row_tokens=756)
+    spec = _spec(method={"kind": "dpo"}, train={"batch_size": 32})
+    assert plan(spec, QWEN3_8B, DEVICES["h200"], data=data, compare=False).micro_batch_tokens >= 13_488
+
+
+def test_a_reference_in_the_step_costs_a_forward_pass():
+    data = DataShape(num_rows=32, num_tokens=13_488, longest_row_tokens=756)
+    times = {}
+    for method in ({"kind": "dpo", "reference": "precomputed"}, {"kind": "dpo"}, {"kind": "kto"}):
+        spec = _spec(method=method, train={"batch_size": 32})
+        speed = plan(spec, QWEN3_8B, DEVICES["h200"], data=data, compare=False).speed
+        times[len(times)] = 1 / speed.throughput_tokens_per_s
+    forward = times[1] - times[0]
+    assert 0.4 * times[0] < forward < 0.65 * times[0]  # of 4 N flops, 2 N, and the head's gradient with it
+    assert times[2] - times[0] == pytest.approx(3 * forward, rel=0.05)  # KTO's mismatched answers: two passes more
+
+
 def test_lora_of_8b_costs_four_flops_a_weight_and_attention():
     result = plan(_spec(), QWEN3_8B, DEVICES["h200"], compare=False)
     assert result.num_weights - result.num_trained == 8_190_735_360

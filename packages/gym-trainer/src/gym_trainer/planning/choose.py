@@ -48,10 +48,21 @@ class _Candidate:
     offload: bool
     memory: MemoryPlan
     work: Work
+    step_tokens: int
+
+    @property
+    def micro_batch_time_s(self) -> float:
+        """Of one that is as full as a step lets it be."""
+        return self.work.time_of_share_s(min(1.0, self.step_tokens / self.micro_batch.num_tokens))
 
     @property
     def time_per_token_s(self) -> float:
-        return self.work.time_s / self.micro_batch.num_tokens
+        """Of a whole step. A small rest of it costs the host as much as a full micro-batch."""
+        num_full, rest = divmod(self.step_tokens, self.micro_batch.num_tokens)
+        time_s = num_full * self.work.time_s
+        if rest:
+            time_s += self.work.time_of_share_s(rest / self.micro_batch.num_tokens)
+        return time_s / self.step_tokens
 
 
 ResidentBytes = Callable[[DtypeName], int]
@@ -207,7 +218,8 @@ def _candidates(estimator: Estimator, longest: int, data: DataShape | None) -> I
             recompute_layers=num_recomputed,
             offload=offload,
             memory=_memory(estimator, micro_batch, num_recomputed, step_tokens),
-            work=micro_batch.work(num_recomputed),
+            work=micro_batch.work(num_recomputed) + micro_batch.forward.times(_forward_passes(estimator.spec)),
+            step_tokens=step_tokens,
         )
 
 
@@ -286,6 +298,14 @@ def _row_limit(spec: RunSpec) -> int:
     return _documents_per_row(spec) * spec.data.max_length
 
 
+def _forward_passes(spec: RunSpec) -> int:
+    """Passes of a step beside the one that learns: a reference's, and those of KTO's mismatched answers."""
+    if not isinstance(spec.method, Dpo | Kto):
+        return 0
+    has_reference = chosen_reference(spec) != "precomputed"
+    return has_reference + (1 + has_reference) * isinstance(spec.method, Kto)
+
+
 def _reference_bytes(spec: RunSpec, static: StaticMemory) -> int:
     """What a preference method keeps to compare with: the trained weights as they were, where it copies them."""
     keeps = isinstance(spec.method, Dpo | Kto) and chosen_reference(spec) == "frozen_copy"
@@ -301,14 +321,13 @@ def _best(fitting: list[_Candidate]) -> _Candidate:
 def _speed(estimator: Estimator, best: _Candidate, step: Work, dtype: DtypeName, data: DataShape | None) -> SpeedPlan:
     spec, hardware = estimator.spec, estimator.hardware
     step_tokens = _step_tokens(spec, data)
-    num_tokens = min(best.micro_batch.num_tokens, step_tokens)
     time_per_token_s = best.time_per_token_s + step.time_s / step_tokens
     flops_per_token = estimator.flops_per_token(best.micro_batch)
     peak = hardware.peak_flops_per_s.get(dtype, hardware.matmul_flops_per_s[dtype])
     return SpeedPlan(
         flops_per_token=flops_per_token,
         peak_flops_per_s=peak,
-        micro_batch_time_s=best.time_per_token_s * num_tokens,
+        micro_batch_time_s=best.micro_batch_time_s,
         optimizer_time_s=step.time_s,
         throughput_tokens_per_s=1 / time_per_token_s,
         model_flops_utilisation=flops_per_token / time_per_token_s / peak,

@@ -52,6 +52,8 @@ class MicroBatchEstimate:
     memory: LayerMemory
     kept: Work
     """With every layer kept."""
+    forward: Work
+    """Of `kept`, the forward pass alone."""
     recomputation: Work = field(default_factory=Work)
     """What recomputing one layer adds."""
     num_layers: int
@@ -267,15 +269,23 @@ class Estimator:
             )
         kept = self.simulations.traces(num_tokens, "kept")
         kept_work = [work_of(trace.operations, hardware) for trace in kept]
-        whole = kept_work[0] + (kept_work[1] - kept_work[0]).times(self.simulations.num_extra)
+        forward_work = [work_of(t.operations[: t.operations_before["forward"]], hardware) for t in kept]
         host_share = _COMPILED_HOST if self.compiled else _FUSED_HOST if self.simulations.fast.fused else 1.0
-        whole = dataclasses.replace(whole, host_s=whole.host_s * host_share)
+        whole, forward = (
+            dataclasses.replace(work, host_s=work.host_s * host_share)
+            for work in (
+                first + (second - first).times(self.simulations.num_extra)
+                for first, second in (kept_work, forward_work)
+            )
+        )
         memory = LayerMemory(
             kept_base=kept[1].peak_bytes - per_layer(kept) * long,
             kept_per_layer=int(per_layer(kept) * (_COMPILED_KEPT if self.compiled else 1)),
         )
         if not recompute:
-            return MicroBatchEstimate(num_tokens=num_tokens, memory=memory, kept=whole, num_layers=self.num_layers)
+            return MicroBatchEstimate(
+                num_tokens=num_tokens, memory=memory, kept=whole, forward=forward, num_layers=self.num_layers
+            )
 
         recomputed = self.simulations.traces(num_tokens, "offloaded" if offload else "recomputed")
         recomputation = (work_of(recomputed[1].operations, hardware) - kept_work[1]).times(1 / long)
@@ -301,6 +311,7 @@ class Estimator:
             num_tokens=num_tokens,
             memory=memory,
             kept=whole,
+            forward=forward,
             recomputation=recomputation,
             num_layers=self.num_layers,
         )

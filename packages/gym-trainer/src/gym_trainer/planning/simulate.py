@@ -41,6 +41,8 @@ class Trace:
     """The most alive at once, of what was made inside."""
     marks: dict[str, int] = field(default_factory=dict)
     """Bytes alive at the places that `Simulator.mark` named."""
+    operations_before: dict[str, int] = field(default_factory=dict)
+    """How many operations had been made there."""
 
     @property
     def flops(self) -> float:
@@ -61,8 +63,9 @@ class Simulator(TorchDispatchMode):
         self._bytes = 0
 
     def mark(self, name: str) -> None:
-        """Remember the bytes alive now."""
+        """Remember the bytes alive now, and what was done so far."""
         self.trace.marks[name] = self._bytes
+        self.trace.operations_before[name] = len(self.trace.operations)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

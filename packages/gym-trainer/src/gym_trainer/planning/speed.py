@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ _DTYPES: dict[torch.dtype, DtypeName] = {
 }
 
 _ATTENTION_SHARE = {"cpu": 0.35, "cuda": 0.45}
-"""The part of a matrix product's rate that fused attention reaches."""
+"""The part of a matrix product's rate that fused attention reaches in documents of some thousand tokens."""
+_LONG_ATTENTION_SHARE = 0.70
+"""The same on a card in documents of 16,000 tokens and more (one of 131,072 on an H200, docs/performance.md)."""
+_FLOPS_PER_BYTE = (1024, 8192)
+"""Of attention in documents of about 2,000 and 16,000 tokens: each number it reads meets half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,13 @@ class Work:
             num_operations=self.num_operations * count,
         )
 
+    def time_of_share_s(self, share: float) -> float:
+        """Of a micro-batch that is filled to this share only: there are as many operations to launch."""
+        fixed_s = self.host_s or self.num_operations * _HOST_LATENCY_S
+        if self.host_s:
+            return max(self.device_s * share, fixed_s)
+        return fixed_s + (self.device_s - fixed_s) * share
+
 
 def work_of(operations: Iterable[Operation], hardware: Hardware) -> Work:
     """The work of operations run one after another."""
@@ -91,5 +103,16 @@ def arithmetic_time_s(operation: Operation, hardware: Hardware) -> float:
     dtype = _DTYPES.get(operation.dtype, "float32")
     rate = hardware.matmul_flops_per_s.get(dtype, hardware.matmul_flops_per_s["float32"])
     if "attention" in operation.name:
-        rate *= _ATTENTION_SHARE[hardware.kind]
+        rate *= _attention_share(operation, hardware)
     return operation.flops / rate
+
+
+def _attention_share(operation: Operation, hardware: Hardware) -> float:
+    """Longer documents keep the matrix units busier, up to a point."""
+    share = _ATTENTION_SHARE[hardware.kind]
+    if hardware.kind == "cpu":
+        return share
+    short, long = _FLOPS_PER_BYTE
+    flops_per_byte = operation.flops / max(1, operation.num_bytes)
+    way = math.log(max(short, min(long, flops_per_byte)) / short) / math.log(long / short)
+    return share + way * (_LONG_ATTENTION_SHARE - share)
