@@ -9,6 +9,7 @@ from typing import Any, Literal
 from gym_data.record import Message
 
 _SHORT_CHARACTERS = 2_000
+_FEW_MESSAGES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class ChatRequest(GenerationSettings):
     @property
     def is_short(self) -> bool:
         """Whether its prompt is made in a millisecond or two."""
-        if self.tools_json is not None or self.response_format.kind != "text":
+        if self.tools_json is not None or self.response_format.kind != "text" or len(self.messages) > _FEW_MESSAGES:
             return False
         return sum(len(part.text or "") for message in self.messages for part in message.parts) <= _SHORT_CHARACTERS
 
