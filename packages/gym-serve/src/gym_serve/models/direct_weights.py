@@ -7,6 +7,8 @@ _NEVER_CALLED: dict[str, frozenset[str]] = {
     "mamba": frozenset({"dt_proj"}),
     "falcon_mamba": frozenset({"dt_proj"}),
     "jamba": frozenset({"dt_proj"}),
+    # the router multiplies in float32
+    "longcat_flash": frozenset({"classifier"}),
     # AltUp clips these coefficients while it trains, and calls the layer only to answer
     "gemma3n": frozenset({"correction_coefs"}),
     "gemma3n_text": frozenset({"correction_coefs"}),

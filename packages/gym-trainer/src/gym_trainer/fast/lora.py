@@ -30,7 +30,9 @@ class LeanLoraLinear(Linear):
         a_RI = (cast(nn.Linear, self.lora_A[name]).weight * self.scaling[name]).to(x.dtype)
         b_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
         if x.device.type == "cpu" and not any(parameter.requires_grad for parameter in base.parameters()):
-            return cast(torch.Tensor, _AddedProduct.apply(x, base.weight, base.bias, a_RI, b_OR))
+            x_TI = x.flatten(0, -2)
+            out_TO = cast(torch.Tensor, _AddedProduct.apply(x_TI, base.weight, base.bias, a_RI, b_OR))
+            return out_TO.view(*x.shape[:-1], -1)  # made here: models may change it in place (Llama 4)
         return linear(x, base.weight, base.bias) + linear(linear(x, a_RI), b_OR)
 
 
@@ -43,26 +45,24 @@ class _AddedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x_TI: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
         a_RI: torch.Tensor,
         b_OR: torch.Tensor,
     ) -> torch.Tensor:
-        x_TI = x.flatten(0, -2)
         inner_TR = linear(x_TI, a_RI)
         ctx.save_for_backward(x_TI, inner_TR, weight_OI, a_RI, b_OR)
-        ctx.shape = x.shape
-        return linear(x_TI, weight_OI, bias_O).addmm_(inner_TR, b_OR.T).view(*x.shape[:-1], -1)
+        return linear(x_TI, weight_OI, bias_O).addmm_(inner_TR, b_OR.T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TI, inner_TR, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        gradient_TO = gradients[0].flatten(0, -2)
+        gradient_TO = gradients[0]
         inner_gradient_TR = gradient_TO @ b_OR
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            x_gradient = (gradient_TO @ weight_OI).addmm_(inner_gradient_TR, a_RI).view(ctx.shape)
+            x_gradient = (gradient_TO @ weight_OI).addmm_(inner_gradient_TR, a_RI)
         return x_gradient, None, None, inner_gradient_TR.T @ x_TI, gradient_TO.T @ inner_TR
 
 
