@@ -60,7 +60,7 @@ def test_a_run_from_its_file_to_its_report_then_merged(folder: Path, capsys: pyt
     assert 'PARAMETER stop "<|im_end|>"' in (folder / "notes.Modelfile").read_text()
     assert (folder / "notes.md").read_text().startswith("---\nlibrary_name: gguf")
     assert gym(["export", str(run.path)]) == 2
-    assert "name what to write" in capsys.readouterr().err
+    assert "name one thing to make of the run" in capsys.readouterr().err
     assert gym(["eval", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["num_rows"] == 2
     assert gym(["train", "--resume", str(run.path)]) == 2
