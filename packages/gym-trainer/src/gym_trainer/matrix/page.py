@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,4 +90,6 @@ def _worth_saying(outcome: Outcome) -> bool:
 
 
 def _plain(note: str) -> str:
+    """In a cell of a table, without the folder that only this trial had."""
+    note = re.sub(r"\S*/gym-matrix-[^/\s]*/", "", note)
     return note.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
