@@ -253,10 +253,11 @@ def print_table(arms: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
             if extra in chosen[0]:
                 print(_line(f"its {extra}", chosen, extra, nothing))
     for key, where in (("drops", "tasks that need it"), ("elsewhere", "other tasks")):
-        found = [value for row in rows for value in row.get(key, ())]
-        if found:
+        # By worlds: the items of one world share questions and draws.
+        found = [-statistics.mean(row[key]) for row in rows if row.get(key)]
+        if len(found) > 1:
             low, high = paired_interval(found)
-            print(f"without a true item, on {where}: {-high:+.3f} to {-low:+.3f} ({len(found)} items)")
+            print(f"without a true item, on {where}: {statistics.mean(found):+.3f} ({low:+.3f} to {high:+.3f})")
 
 
 def _line(name: str, rows: list[dict[str, Any]], key: str, nothing: dict[int, float]) -> str:
