@@ -128,7 +128,10 @@ def serve(connection: Connection, engine: Engine) -> None:
     """Answer until the other side says `Close` or is gone."""
     outbox = Outbox(connection, engine)
     threading.Thread(target=outbox.run, name="gym-outbox", daemon=True).start()
-    connection.send(Ready(engine.context_length, engine.vocab_size))
+    try:
+        connection.send(Ready(engine.context_length, engine.vocab_size))
+    except OSError:
+        return  # who started this process is gone
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="gym-calls") as calls:
         while (message := connection.receive()) is not None:
             if isinstance(message, Submit):
