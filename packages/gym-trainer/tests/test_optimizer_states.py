@@ -15,13 +15,13 @@ from transformers import LlamaConfig, Trainer, TrainingArguments
 
 from gym_sdk.spec import RunSpec, TrainSpec
 from gym_trainer.adapters import attach
-from gym_trainer.loop.optimizers import _NEEDS, optimizer_arguments, optimizer_builder
+from gym_trainer.loop.optimizers import _NEEDS, optimizer_arguments, optimizer_builder  # pyright: ignore[reportPrivateUsage]
 from gym_trainer.planning import DEVICES, plan
 from gym_trainer.planning.optimizer_states import state_sizes
 
 OPTIMIZERS = get_args(TrainSpec.model_fields["optimizer"].annotation)
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 320}
-SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 SHARED = ("qmap1", "qmap2")
 """bitsandbytes' tables of values, which all weights share."""
 
@@ -30,7 +30,7 @@ SHARED = ("qmap1", "qmap2")
 def _no_earlier_overrides() -> None:
     """bitsandbytes remembers by number which weights of an earlier optimizer were to have 32 bits."""
     if importlib.util.find_spec("bitsandbytes") is not None:
-        from bitsandbytes.optim import GlobalOptimManager
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
 
         GlobalOptimManager.get_instance().initialize()
 

@@ -41,7 +41,7 @@ def require_optimizer(name: str) -> None:
             )
 
 
-def state_classes(name: str) -> list[type]:
+def state_classes(name: str) -> list[Any]:
     """Classes of the optimizer's package in its states, which a checkpoint may then hold beside tensors and numbers:
     GaLore and APOLLO keep their projections as objects."""
     if name == "galore_adamw":
