@@ -5,6 +5,8 @@ What is wrong with a file is said before torch is imported, which takes seconds:
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,3 +104,25 @@ def test_a_command_on_nothing_says_so(
     for name in names:
         assert name in said, said
     assert not list(tmp_path.iterdir())
+
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("torch", "transformers") else find(name, *rest)
+from gym_sdk.cli._root import run
+code = run(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["train run.yaml", "plan run.yaml", "eval run", "export run --merge out"], ids=lambda text: text[:5]
+)
+def test_without_torch_a_command_that_needs_it_says_how_to_get_it(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "run.yaml").write_text(SPEC, encoding="utf-8")
+    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "needs gym-trainer[torch], which is not installed\nhint: " in done.stderr

@@ -61,8 +61,11 @@ def test_a_finished_run_is_not_resumed(gym: Gym, trained: Trained) -> None:
 
 
 def test_the_result_answers_in_a_chat(gym: Gym, trained: Trained) -> None:
-    answer = gym("chat", trained.folder, NOTE, "--max-tokens", "8", "--temperature", "0").out
+    done = gym("chat", trained.folder, NOTE, "--max-tokens", "8", "--temperature", "0")
+    answer = done.out
     assert answer.strip()
+    assert "with the system message of its training" in done.err
+    assert "Patrol note to JSON" in done.err
     again = gym("chat", trained.folder, NOTE, "--max-tokens", "8", "--temperature", "0").out
     assert again == answer
 

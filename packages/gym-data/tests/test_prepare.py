@@ -70,6 +70,17 @@ def test_a_chat_template_that_is_not_there_is_named_with_its_field(smollm2_folde
         prepare(data, smollm2_folder, cache_dir=tmp_path, seed=0)
 
 
+def test_the_system_message_that_every_row_has_is_in_the_report(smollm2_folder: Path, tmp_path: Path) -> None:
+    def rows(*systems: str) -> list[dict[str, Any]]:
+        turns = [[{"role": "system", "content": system}] if system else [] for system in systems]
+        return [{"messages": [*turn, *chat("q", str(index))["messages"]]} for index, turn in enumerate(turns)]
+
+    for index, (systems, wanted) in enumerate([(["a"] * 5, ["a"]), ([""] * 2, [""]), (["a", "", "b"], ["a", ""])]):
+        source = write(tmp_path / f"{index}.jsonl", rows(*systems))
+        prepared = prepare(DataSpec(train=[source]), smollm2_folder, cache_dir=tmp_path, seed=0)
+        assert prepared.report.systems == wanted
+
+
 def test_overflow_truncates_at_the_end_or_drops(smollm2_folder: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "r.jsonl", [chat("q", "word " * 100), chat("q", "a")])
     cut = prepare(DataSpec(train=[source], max_length=64), smollm2_folder, cache_dir=tmp_path, seed=0)

@@ -352,9 +352,10 @@ def test_a_model_on_this_machine_is_opened_by_who_can(
 
     class Local:
         model = "a run"
+        system: str | None = None
 
         def stream(self, messages: list[dict[str, str]], **sampling: object) -> Iterator[str]:
-            yield f"{messages[-1]['content']} {sampling['max_tokens']}"
+            yield " ".join([*(turn["content"] for turn in messages), str(sampling["max_tokens"])])
 
         def close(self) -> None:
             closed.append(True)
@@ -365,9 +366,15 @@ def test_a_model_on_this_machine_is_opened_by_who_can(
 
     monkeypatch.setattr(_chat_backends, "_local_points", lambda: [Point()])
     assert run(capsys, "chat", "run", "hi", "--max-tokens", "5") == (0, "hi 5\n", "")
+    assert run(capsys, "chat", "run", "hi") == (0, "hi 1024\n", "")
+    Local.system = "Answer in rhyme."
+    told = "with the system message of its training (--system TEXT for another): Answer in rhyme.\n"
+    assert run(capsys, "chat", "run", "hi") == (0, "Answer in rhyme. hi 1024\n", told)
+    assert run(capsys, "chat", "run", "hi", "--system", "") == (0, "hi 1024\n", "")
+    assert run(capsys, "chat", "run", "hi", "--system", "Be short.") == (0, "Be short. hi 1024\n", "")
     for missing in ("./nope", "runs/nope"):
         assert f"error: {missing}: there is no such run, folder or file\n" in run(capsys, "chat", missing, "hi")[2]
-    assert closed == [True]
+    assert closed == [True] * 5
     assert chat_module.ChatBackend is _chat_backends.ChatBackend
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_a_run_is_its_base_and_its_adapter(tmp_path: Path, smollm2_folder: Path)
     (run.adapter_dir / "adapter_config.json").write_text("{}")
     target = open_target(str(run.path))
     assert (target.name, target.base.folder, target.adapter) == (run.path.name, smollm2_folder, run.adapter_dir)
+
+
+@pytest.mark.parametrize(("systems", "system"), [(["Be short."], "Be short."), ([""], None), (["a", "b"], None)])
+def test_a_runs_one_system_message_is_known(tmp_path: Path, systems: list[str], system: str | None) -> None:
+    run = make_run(tmp_path)
+    run.adapter_dir.mkdir()
+    (run.adapter_dir / "adapter_config.json").write_text("{}")
+    run.data_dir.mkdir(exist_ok=True)
+    (run.data_dir / "report.json").write_text(json.dumps({"systems": systems}))
+    assert open_target(str(run.path)).system == system
 
 
 def test_a_model_source_is_itself() -> None:

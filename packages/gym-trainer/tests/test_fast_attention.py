@@ -7,6 +7,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
@@ -104,6 +106,17 @@ def test_check_isolation_finds_a_leak_and_passes_an_isolating_model():
     model.forward = lambda input_ids, use_cache, **kwargs: forward(input_ids=input_ids, use_cache=use_cache)
     with pytest.raises(attention.LeakingAttention, match="see each other"):
         attention.check_isolation(model)
+
+
+def test_check_isolation_finds_positions_that_do_not_begin_anew():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4)).eval()
+    with attention.attention_of(model, attention.PER_DOCUMENT):
+        attention.check_isolation(model)
+        forward = model.forward
+        model.forward = lambda position_ids, **kwargs: forward(**kwargs)
+        with pytest.raises(attention.LeakingAttention, match="does not begin at position 0"):
+            attention.check_isolation(model)
 
 
 @pytest.mark.parametrize(

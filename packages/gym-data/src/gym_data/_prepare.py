@@ -34,7 +34,7 @@ from gym_data.store.write import StoreWriter
 from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSource, DataSpec
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Raised whenever the same input prepares differently."""
 
 Progress = Callable[[str, int, int | None, str], None]

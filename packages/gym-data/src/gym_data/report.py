@@ -92,6 +92,9 @@ class DataReport:
     """What the rows are fit for: `sft`, `preference` or `unpaired`."""
     moment: str = ""
     """The date and time that the chat template was told, where it asks: the same rows need it again."""
+    systems: list[str] = field(default_factory=list)
+    """The system messages of the training rows, no more than two of them; an empty one for rows without. A model whose
+    rows all had the same one should be asked with it."""
     streamed: bool = False
     """Whether rows are counted while they are trained on: those in the shuffle buffer are counted already."""
     rows_in: int = 0

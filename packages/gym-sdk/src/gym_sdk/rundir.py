@@ -102,15 +102,15 @@ class RunDir:
         """A run that exists. Raises UserError that says what the path is instead."""
         folder, where = Path(path), Where(file=str(path))
         if not folder.exists():
-            raise UserError("there is no such run", where=where, hint=_nearby_runs(folder.parent))
+            raise UserError("there is no such run", where=where, hint=nearby_runs(folder.parent))
         if not folder.is_dir():
-            raise UserError("is a file; a run is a folder", where=where, hint=_nearby_runs(folder.parent))
+            raise UserError("is a file; a run is a folder", where=where, hint=nearby_runs(folder.parent))
         try:
             record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             version, name, run_id = record["schema_version"], record["name"], record["id"]
             created_at = datetime.fromisoformat(record["created_at"])
         except FileNotFoundError:
-            raise UserError("is not a run: it has no run.json", where=where, hint=_nearby_runs(folder)) from None
+            raise UserError("is not a run: it has no run.json", where=where, hint=nearby_runs(folder)) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"its run.json cannot be read: {error}", where=where) from None
         if not isinstance(version, int) or version > SCHEMA_VERSION:
@@ -200,7 +200,8 @@ def find_runs(parent: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=lambda path: path.name.rsplit("-", 1)[-1], reverse=True)
 
 
-def _nearby_runs(parent: Path) -> str | None:
+def nearby_runs(parent: Path) -> str | None:
+    """A hint that names the newest runs in a folder; None where there are none."""
     runs = find_runs(parent)
     return f"runs in {parent}: {', '.join(path.name for path in runs[:3])}" if runs else None
 

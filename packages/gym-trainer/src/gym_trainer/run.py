@@ -20,8 +20,8 @@ from gym_sdk.folders import cache_dir
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, dump_yaml, load_spec
 from gym_sdk.spec.adapter import is_whole_model
+from gym_serve.libraries import grow_memory_in_place, quieten_libraries, wait_without_spinning
 from gym_trainer import records
-from gym_trainer._libraries import grow_memory_in_place, quieten_libraries, wait_without_spinning
 from gym_trainer.narrator import Narrator, recording
 
 if TYPE_CHECKING:

@@ -96,6 +96,11 @@ def test_wsd_rises_stays_and_falls(tmp_path: Path) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[6:]))
 
 
+def test_a_run_of_one_step_has_no_warm_up_in_which_nothing_moves(tmp_path: Path) -> None:
+    fit_tiny(tmp_path / "run", tiny_spec(warmup_ratio=0.1, max_steps=1))
+    assert learning_rates(tmp_path / "run") == [pytest.approx(1e-2)]
+
+
 def test_an_optimizer_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "galore_torch" else there(name))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gym_data.preparing.documents import EncodedRow, RowEncoder
+from gym_data.record import Record
 from gym_data.sources.chunk import Chunk
 from gym_data.sources.records import RecordReader, Seen
 from gym_sdk.spec.data import DataSource
@@ -41,6 +42,8 @@ class EncodedBatch:
     left_out: dict[str, Seen] = field(default_factory=dict)
     formats: dict[str, Seen] = field(default_factory=dict)
     objectives: dict[str, int] = field(default_factory=dict)
+    systems: list[str] = field(default_factory=list)
+    """As in the report."""
 
 
 def encode_chunk(
@@ -53,7 +56,19 @@ def encode_chunk(
         rows = [] if reader.is_mixed else encoder.encode(records)
         batch = _assemble(rows, salt)
     batch.formats = reader.seen
+    batch.systems = _systems(records)
     return batch
+
+
+def _systems(records: list[Record]) -> list[str]:
+    """The first two different system messages; an empty one for rows without."""
+    found: dict[str, None] = {}
+    for record in records:
+        first = next(iter(record.prompt or record.messages), None)
+        found[first.text if first is not None and first.role == "system" else ""] = None
+        if len(found) == 2:
+            break
+    return list(found)
 
 
 @contextmanager

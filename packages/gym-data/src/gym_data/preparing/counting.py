@@ -16,6 +16,7 @@ def count_batch(report: DataReport, batch: EncodedBatch, *, is_eval: bool = Fals
         report.rows_eval += batch.num_used
     else:
         report.rows_train += batch.num_used
+        report.systems = list(dict.fromkeys([*report.systems, *batch.systems]))[:2]
     for counted, into in ((batch.dropped, report.dropped), (batch.left_out, report.left_out)):
         for reason, seen in counted.items():
             into.setdefault(reason, Dropped()).merge(seen.count, seen.lines)

@@ -13,6 +13,7 @@ from gym_sdk.client import Gym
 from gym_sdk.client.chat_types import ChatOptions
 from gym_sdk.client.errors import remote_error
 from gym_sdk.errors import MissingExtra, UserError, Where
+from gym_sdk.rundir import nearby_runs
 
 ENTRY_POINTS = "gym.chat_backends"
 QUIET_S = 300.0
@@ -32,6 +33,11 @@ class ChatBackend(Protocol):
     @property
     def model(self) -> str:
         """Its name, for people."""
+        ...
+
+    @property
+    def system(self) -> str | None:
+        """The system message with which it was trained, where that is known to be one."""
         ...
 
     def stream(
@@ -69,7 +75,9 @@ def open_local(target: str) -> ChatBackend:
         raise MissingExtra("chatting with a model on this machine", package="gym-serve", extra="torch")
     path = Path(target).expanduser()
     if not target.startswith("package:") and not path.exists():
-        hint = "gym models list shows what a daemon has; runs are in the folder of output.dir"
+        hint = (
+            nearby_runs(path.parent) or "gym models list shows what a daemon has; runs are in the folder of output.dir"
+        )
         raise UserError("there is no such run, folder or file", where=Where(file=target), hint=hint)
     opened: ChatBackend = points[0].load()(target if target.startswith("package:") else str(path))
     return opened
@@ -77,6 +85,8 @@ def open_local(target: str) -> ChatBackend:
 
 class DaemonBackend:
     """A model of a daemon."""
+
+    system: str | None = None
 
     def __init__(self, gym: Gym, model: str) -> None:
         self._gym = gym
@@ -110,6 +120,8 @@ class DaemonBackend:
 
 class OpenAIBackend:
     """Any address that speaks OpenAI's chat API."""
+
+    system: str | None = None
 
     def __init__(self, base_url: str, model: str | None, api_key: str) -> None:
         import httpx

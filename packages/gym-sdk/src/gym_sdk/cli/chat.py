@@ -74,7 +74,7 @@ def chat(
     system: str | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
-    max_tokens: int | None = None,
+    max_tokens: int = 1024,
     seed: int | None = None,
     api_key_env: str | None = None,
     connection: ConnectionOptions = None,
@@ -92,13 +92,13 @@ def chat(
     model
         Which model, where the target is an address that has several.
     system
-        The system message.
+        The system message; '' for none. When left out, the one with which every row of a run's training began.
     temperature
         0 always takes the likeliest token.
     top_p
         Draw from the likeliest tokens that together have this probability.
     max_tokens
-        The longest answer.
+        The longest answer, in tokens.
     seed
         Draw the same tokens again.
     api_key_env
@@ -106,6 +106,9 @@ def chat(
     """
     backend = _open(target, model, api_key_env, connection or Connection())
     try:
+        if system is None and backend.system is not None:
+            system = backend.system
+            console.err(f"with the system message of its training (--system TEXT for another): {system}")
         conversation = Conversation(
             backend=backend, system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
         )

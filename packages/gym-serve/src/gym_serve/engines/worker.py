@@ -33,6 +33,7 @@ from gym_serve.engines.protocol import (
     TokenTuple,
     UnloadAdapter,
 )
+from gym_serve.libraries import quieten_libraries
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +199,7 @@ def main() -> int:
     )  # Ctrl-C is for the process that started this one, which will say Close
     connection = Connection(socket.socket(fileno=int(sys.argv[1])), engine_side=True)
     settings = msgspec.json.decode(sys.argv[2], type=WorkerSettings)
+    quieten_libraries()
     try:
         engine = load_engine(settings)
     except Exception as error:  # noqa: BLE001  (told to the process that waits for Ready)

@@ -28,6 +28,7 @@ class ExperienceChat:
 
     def __init__(self, name: str, backend: ChatBackend, library: ExperienceLibrary) -> None:
         self.model: str = name
+        self.system: str | None = None
         self._backend = backend
         self._library = library
 

@@ -12,6 +12,7 @@ from gym_sdk.cli import console
 from gym_sdk.cli.chat import ChatBackend
 from gym_sdk.errors import ModelError
 from gym_serve.inference.experience_chat import open_experience_chat
+from gym_serve.libraries import quieten_libraries
 from gym_serve.models.load import load_model
 from gym_serve.models.target import ServeTarget, open_target
 
@@ -29,6 +30,7 @@ def open_chat(target: str) -> ChatBackend:
     """
     if (elsewhere := open_experience_chat(target)) is not None:
         return elsewhere
+    quieten_libraries()
     with ConsoleProgress() as progress:
         found = open_target(target, on_progress=progress)
     console.err(f"loading {found.name}")
@@ -40,6 +42,7 @@ class LocalChat:
 
     def __init__(self, target: ServeTarget) -> None:
         self.model: str = target.name
+        self.system: str | None = target.system
         self._served = _load(target)
 
     def stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ class ServeTarget:
     base: ResolvedModel
     adapter: Path | None = None
     experiences: ExperienceLibrary | None = None
+    system: str | None = None
+    """The system message with which every row of the run's training began."""
 
 
 def open_target(target: str, *, on_progress: ProgressCallback | None = None) -> ServeTarget:
@@ -44,7 +47,8 @@ def open_target(target: str, *, on_progress: ProgressCallback | None = None) -> 
 
 def _run(run: RunDir, on_progress: ProgressCallback | None) -> ServeTarget:
     if (run.model_dir / "config.json").is_file():
-        return ServeTarget(name=run.path.name, base=resolve(str(run.model_dir), on_progress=on_progress))
+        base = resolve(str(run.model_dir), on_progress=on_progress)
+        return ServeTarget(name=run.path.name, base=base, system=_system_of(run))
     if (run.experience_dir / LIBRARY_FILE).is_file():
         library = read_library(run.experience_dir)
         return ServeTarget(name=run.path.name, base=_base_of(run, on_progress), experiences=library)
@@ -53,7 +57,9 @@ def _run(run: RunDir, on_progress: ProgressCallback | None) -> ServeTarget:
             f"the run {run.path.name} has no model yet; it is {_state_of(run)}",
             hint=f"finish it with `gym train --resume {run.path}`",
         )
-    return ServeTarget(name=run.path.name, base=_base_of(run, on_progress), adapter=run.adapter_dir)
+    return ServeTarget(
+        name=run.path.name, base=_base_of(run, on_progress), adapter=run.adapter_dir, system=_system_of(run)
+    )
 
 
 def _base_of(run: RunDir, on_progress: ProgressCallback | None) -> ResolvedModel:
@@ -61,6 +67,14 @@ def _base_of(run: RunDir, on_progress: ProgressCallback | None) -> ResolvedModel
 
     model = load_spec(run.spec_path).model
     return resolve(model.source, revision=model.revision, on_progress=on_progress)
+
+
+def _system_of(run: RunDir) -> str | None:
+    try:
+        systems = json.loads((run.data_dir / "report.json").read_bytes())["systems"]
+    except (OSError, ValueError, KeyError):  # a run without prepared rows, or of an earlier version
+        return None
+    return systems[0] or None if len(systems) == 1 else None
 
 
 def _state_of(run: RunDir) -> str:

@@ -15,8 +15,10 @@ def doctor(
     json: Annotated[bool, Parameter(negative="", help="For scripts.")] = False,
 ) -> int:
     """Say what this machine can do and what is missing. No name of a person, machine or folder is shown."""
+    from gym_serve.libraries import quieten_libraries
     from gym_trainer.diagnosis import diagnose
 
+    quieten_libraries()
     found = diagnose()
     if json:
         console.out_json(found.to_json())

@@ -17,6 +17,9 @@ def evaluate(
     json: Annotated[bool, Parameter(negative="", help="For scripts.")] = False,
 ) -> int:
     """Answer a run's evaluation tasks again with its tuned model. The run's own results and report stay as they are."""
+    from gym_trainer.run import require_torch
+
+    require_torch("evaluation")
     from gym_trainer.evaluation.again import evaluate_again
     from gym_trainer.showing import results_table
 

@@ -32,6 +32,9 @@ def export(
             "name one thing to make of the run",
             hint="gym export RUN with --merge FOLDER, --gguf FILE or --push OWNER/NAME",
         )
+    from gym_trainer.run import require_torch
+
+    require_torch("exporting")
     if push is not None:
         return _pushed(run, push, public, json)
     if merge is not None:

@@ -25,9 +25,7 @@ def plan(
 ) -> int:
     """Say what a run needs and how fast it will be."""
     from gym_sdk.spec import load_spec
-    from gym_trainer.planning import by_name, detect, render
-    from gym_trainer.planning import plan as make_plan
-    from gym_trainer.planning.source import teacher_bytes
+    from gym_trainer.run import require_torch
 
     price_per_hour = parse_price(price)
     run_spec = load_spec(spec, overrides)
@@ -37,6 +35,11 @@ def plan(
             where=Where(file=spec, path="method.kind"),
             hint="its budget is in method.budget",
         )
+    require_torch("planning")
+    from gym_trainer.planning import by_name, detect, render
+    from gym_trainer.planning import plan as make_plan
+    from gym_trainer.planning.source import teacher_bytes
+
     hardware = (
         by_name(device)
         if device is not None

@@ -74,7 +74,8 @@ def schedule_arguments(train: TrainSpec, num_steps: int) -> dict[str, Any]:
         "lr_scheduler_kwargs": {"num_decay_steps": decay_steps, "decay_type": "linear"}
         if train.schedule == "wsd"
         else {},
-        "warmup_steps": math.ceil(train.warmup_ratio * num_steps),
+        # the first step of a warm-up has rate 0: a run of one step has none
+        "warmup_steps": min(math.ceil(train.warmup_ratio * num_steps), num_steps - 1),
     }
 
 

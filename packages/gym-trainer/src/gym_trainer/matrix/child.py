@@ -40,7 +40,7 @@ def run_child(architecture: Architecture, result: Path, log: Path, memory_bytes:
 
     import torch
 
-    from gym_trainer._libraries import quieten_libraries
+    from gym_serve.libraries import quieten_libraries
     from gym_trainer.matrix.checks import check_architecture
 
     torch.set_num_threads(1)

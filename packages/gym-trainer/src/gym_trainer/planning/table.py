@@ -33,9 +33,8 @@ def render(plan: Plan) -> str:
     ]
     if plan.run is not None:
         cost = "" if plan.run.cost is None else f", cost {plan.run.cost:.2f}"
-        lines.append(
-            f"  {plan.run.num_steps:,} steps, {plan.run.num_tokens:,} tokens: about {_time(plan.run.time_s)}{cost}"
-        )
+        time = _time(plan.run.time_s)
+        lines.append(f"  {plan.run.num_steps:,} steps, {plan.run.num_tokens:,} tokens: about {time} of training{cost}")
     lines += ["", "parts"]
     width = max(len(part.name) for part in plan.parts)
     lines += [f"  {part.name:<{width}}  {part.state:<14}  {part.why}" for part in plan.parts]
