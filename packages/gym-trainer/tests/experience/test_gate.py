@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gym_trainer.experience.gate import LOOK_EVERY, AlphaSpending, Gate, GateResult
-from gym_trainer.experience.signtest import Look, sign_lower_bound, sign_rejects
+from gym_trainer.experience.paired_signs import Look, sign_lower_bound, sign_rejects
 from gym_trainer.experience.statistics import (
     log_wealth,
     lower_bound,

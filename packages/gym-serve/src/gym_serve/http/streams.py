@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, suppress
 
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,7 +34,7 @@ class GuardedStream(Response):
         self._stack = stack
         self.status_code = 200
         self.media_type = media_type
-        self.background = None
+        self.background: BackgroundTask | None = None
         self.init_headers(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,8 +6,8 @@ Wiens and Dmitrienko 2005; online by Tian and Ramdas 2021). On any course of a r
 accept sum to alpha at most. The order of the gate's questions is fixed for a run, the teacher never sees them, and all
 that leaves the gate is yes or no.
 
-Where every reward is 0 or 1 and a gain is asked for, a test is the exact sequential sign test (`signtest`); otherwise
-it bets (`statistics`), which holds for any rewards and any delta.
+Where every reward is 0 or 1 and a gain is asked for, a test is the exact sequential sign test (`paired_signs`);
+otherwise it bets (`statistics`), which holds for any rewards and any delta.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from gym_trainer.experience.signtest import Look, sign_lower_bound, sign_rejects
+from gym_trainer.experience.paired_signs import Look, sign_lower_bound, sign_rejects
 from gym_trainer.experience.statistics import lower_bound, rejects
 
 LOOK_EVERY = 20

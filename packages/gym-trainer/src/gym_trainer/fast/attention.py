@@ -20,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -276,7 +276,7 @@ def check_isolation(model: PreTrainedModel, tolerance: float | None = None) -> N
     was_training = model.training
     model.eval()
     try:
-        device = model.get_input_embeddings().weight.device
+        device = cast(torch.Tensor, model.get_input_embeddings().weight).device
         vocab_size = model.config.get_text_config().vocab_size
         layout = PackedLayout.from_lengths([7, 9], device)
         ids = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
