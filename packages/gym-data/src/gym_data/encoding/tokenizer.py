@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from gym_sdk.errors import ModelError, Where
 
 MAX_CHECKED_TOKENS = 200
 """Special tokens that the check of the fast way encodes; Gemma has thousands that are never used."""
+TEXTS_AT_ONCE = 256
+"""Texts whose ids are Python's numbers at a time: few enough that they stay in the processor's cache."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -127,10 +129,17 @@ class Tokenizer:
         """
         if self._fast[0] is not None:
             return self._fast[0].encode(texts)
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = [one.ids for one in encoded]
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
+        parts, lengths = [np.zeros(0, np.uint32)], []
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            ids = array("I")
+            for one in self.backend.encode_batch_fast(
+                list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=False
+            ):
+                found = one.ids
+                ids.fromlist(found)
+                lengths.append(len(found))
+            parts.append(np.array(ids, np.uint32))
+        return np.concatenate(parts), np.array(lengths, np.int64)
 
     @property
     def fast_check(self) -> FastCheck:
