@@ -79,6 +79,8 @@ def test_the_system_message_that_every_row_has_is_in_the_report(smollm2_folder: 
         source = write(tmp_path / f"{index}.jsonl", rows(*systems))
         prepared = prepare(DataSpec(train=[source]), smollm2_folder, cache_dir=tmp_path, seed=0)
         assert prepared.report.systems == wanted
+        dropped = prepare(DataSpec(train=[source], system="drop"), smollm2_folder, cache_dir=tmp_path, seed=0)
+        assert dropped.report.systems == []
 
 
 def test_overflow_truncates_at_the_end_or_drops(smollm2_folder: Path, tmp_path: Path) -> None:

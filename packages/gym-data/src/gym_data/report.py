@@ -94,7 +94,7 @@ class DataReport:
     """The date and time that the chat template was told, where it asks: the same rows need it again."""
     systems: list[str] = field(default_factory=list)
     """The system messages of the training rows, no more than two of them; an empty one for rows without. A model whose
-    rows all had the same one should be asked with it."""
+    rows all had the same one should be asked with it. None where `data.system` changes them."""
     streamed: bool = False
     """Whether rows are counted while they are trained on: those in the shuffle buffer are counted already."""
     rows_in: int = 0

@@ -56,7 +56,8 @@ def encode_chunk(
         rows = [] if reader.is_mixed else encoder.encode(records)
         batch = _assemble(rows, salt)
     batch.formats = reader.seen
-    batch.systems = _systems(records)
+    if encoder.data.system == "template":  # otherwise the model sees no system turn, or not as one
+        batch.systems = _systems(records)
     return batch
 
 

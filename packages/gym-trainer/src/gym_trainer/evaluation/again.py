@@ -14,7 +14,7 @@ from gym_trainer.evaluation.json_fields import JsonFieldsResult
 from gym_trainer.evaluation.run import load_tasks, run_tasks
 from gym_trainer.exporting.export import base_of, open_finished
 from gym_trainer.exporting.folder import Base
-from gym_trainer.run import check_inputs, require_torch
+from gym_trainer.run import check_inputs
 
 
 def evaluate_again(path: Path, *, num_rows: int | None = None) -> list[JsonFieldsResult]:
@@ -23,7 +23,6 @@ def evaluate_again(path: Path, *, num_rows: int | None = None) -> list[JsonField
     Raises:
         UserError: no such run, no result in it, or no task in its specification.
     """
-    require_torch("evaluation")
     run, spec = open_finished(path)
     if not spec.evaluation.tasks:
         raise UserError(

@@ -14,7 +14,6 @@ from gym_sdk.spec import RunSpec, load_spec
 from gym_trainer.exporting.folder import Base, read_base, size_bytes
 from gym_trainer.exporting.merge import MergeCheck, MergeDtype, merge_adapter
 from gym_trainer.records import artifact_metadata
-from gym_trainer.run import require_torch
 
 if TYPE_CHECKING:
     from gym_trainer.exporting.gguf.write import GgufFile, Quant
@@ -35,7 +34,6 @@ def export_merged(path: Path, out: Path, *, dtype: MergeDtype) -> Exported:
         UserError: no such run, no adapter in it (with what it has instead), or an adapter that changes nothing.
         OutputInUse: `out` has something in it.
     """
-    require_torch("merging an adapter")
     run, spec = open_finished(path)
     if not run.adapter_dir.is_dir():
         hint = f"it has a whole model: {run.model_dir}" if run.model_dir.is_dir() else f"its state: {run.state().value}"
@@ -70,7 +68,6 @@ def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
         ModelError: an architecture or tokenizer that readers of GGUF would not compute exactly.
         OutputInUse: `out` exists.
     """
-    require_torch("writing a GGUF file")
     from gym_trainer.exporting.card import write_card_file
     from gym_trainer.exporting.gguf.families import family_of
     from gym_trainer.exporting.gguf.write import require_free, write_gguf

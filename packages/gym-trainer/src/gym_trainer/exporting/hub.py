@@ -9,7 +9,6 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError, Where
 from gym_trainer.exporting.export import open_finished
 from gym_trainer.exporting.folder import size_bytes
-from gym_trainer.run import require_torch
 
 _KEY_HINT = "log in with a token that may write there: hf auth login, or set HF_TOKEN"
 
@@ -33,7 +32,6 @@ def push(path: Path, repository: str, *, public: bool = False, endpoint: str | N
     Raises:
         UserError: no such run, no result in it, a name that is none, no leave to write there, or no way to the hub.
     """
-    require_torch("pushing to a hub")
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
