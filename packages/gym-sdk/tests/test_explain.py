@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
+import jsonschema
 import pytest
 from pydantic import ConfigDict, TypeAdapter
 
-from gym_sdk.errors import UserError
-from gym_sdk.spec import RunSpec
+from gym_sdk.errors import SpecError, UserError
+from gym_sdk.spec import RunSpec, spec_from_data
 from gym_sdk.spec._explain import example, explain, explain_tree, field_data, find_fields
 from gym_sdk.spec._fields import Field, all_fields
 from gym_sdk.spec._overrides import override_value
@@ -80,7 +82,7 @@ def test_the_schema_says_what_the_specification_says() -> None:
     schema = json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False
-    assert sorted(schema["required"]) == ["data", "model"]
+    assert schema["required"] == ["data"]
     assert schema["properties"]["seed"] == {
         "default": 0,
         "description": "Fixes the order of rows, adapter initialisation and dropout.",
@@ -96,6 +98,23 @@ def test_the_schema_says_what_the_specification_says() -> None:
         if "description" in each
     ]
     assert {"rank", "learning_rate", "max_length"} <= set(described)
+
+
+@pytest.mark.parametrize(
+    ("given", "valid"),
+    [
+        ({"model": {"source": "a"}}, True),
+        ({}, False),
+        ({"method": {"kind": "training_free_grpo", "student": {"model": "a"}}}, True),
+        ({"method": {"kind": "training_free_grpo"}}, False),
+        ({"method": {"kind": "sft"}}, False),
+    ],
+)
+def test_schema_and_specification_agree_on_who_needs_a_model(given: dict[str, object], valid: bool) -> None:
+    data = {"data": {"train": [{"source": "rows.jsonl"}]}, **given}
+    assert jsonschema.Draft202012Validator(json_schema()).is_valid(data) == valid
+    with nullcontext() if valid else pytest.raises(SpecError):
+        spec_from_data(data)
 
 
 def test_the_reference_page_is_fresh() -> None:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from harness import run_in_process
 from simworld import student, teacher
-from simworld.language import Statement, read_statements
+from simworld.language import Statement, find_attempts, find_questions, read_statements
 from simworld.server import Service
 from simworld.tasks import Task, World
 
@@ -38,6 +38,8 @@ from gym_trainer.rewards.text import last_number
 NUM_TRAIN, NUM_GATE, NUM_TEST = 60, 100, 200
 INSTRUCTION = "Answer the question. Show your working."
 HARMFUL = teacher.Faults(harmful=0.8)
+FAULTLESS = teacher.Faults(wrong=0.0, harmful=0.0, duplicate=0.0, overfitted=0.0)
+NO_GENERAL_HARM = teacher.Faults(harmful=0.0)
 IN_MEMORY = Path("/dev/shm")
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -56,7 +58,39 @@ ARMS: dict[str, dict[str, Any]] = {
     "no answers: majority": {"ground_truth": "majority", "gate": {"held_out": False}},
     "no answers: majority, gate off": {"ground_truth": "majority", "gate": {"enabled": False}},
     "no answers: critique": {"ground_truth": "critique", "gate": {"enabled": False}},
+    # What keeps the arms without a gate from learning: the teacher's faults, its judgement, or the algorithm.
+    "gate off, faultless teacher": {"teacher_faults": FAULTLESS, "gate": {"enabled": False}},
+    "paper, faultless teacher": {"teacher_faults": FAULTLESS, "preset": "paper"},
+    "paper, no harmful lessons": {"teacher_faults": NO_GENERAL_HARM, "preset": "paper"},
+    "critique, faultless teacher": {
+        "teacher_faults": FAULTLESS,
+        "ground_truth": "critique",
+        "gate": {"enabled": False},
+    },
+    "critique, faultless teacher that can judge": {
+        "teacher_faults": FAULTLESS,
+        "ground_truth": "critique",
+        "gate": {"enabled": False},
+        "judges": True,
+    },
+    "critique, teacher that can judge": {"ground_truth": "critique", "gate": {"enabled": False}, "judges": True},
 }
+
+
+class JudgingService(Service):
+    """A teacher that can tell right attempts from wrong ones where it is given no grades, as a strong model may."""
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer as the frozen world does, with the grades written into the request first."""
+        messages = [dict(message) for message in body["messages"]]
+        if body["model"] == "teacher" and "No grades are known" in messages[0]["content"]:
+            text = messages[0]["content"]
+            (_, question), *_ = find_questions(text)
+            for number, attempt in enumerate(find_attempts(text), 1):
+                verdict = "correct" if attempt.answer == self.world.solve(question) else "wrong"
+                text = text.replace(f"Attempt {number}:\n", f"Attempt {number} ({verdict}):\n")
+            messages[0]["content"] = text
+        return super().complete({**body, "messages": messages})
 
 
 def train(
@@ -64,6 +98,7 @@ def train(
     *,
     teacher_faults: teacher.Faults | None = None,
     shuffled: bool = False,
+    judges: bool = False,
     gate: dict[str, Any] | None = None,
     num_gate: int = NUM_GATE,
     **method: Any,
@@ -86,7 +121,7 @@ def train(
         options["num_train"] = NUM_TRAIN
         options["gate"].pop("share")
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
-        service = Service(world, faults=teacher_faults or teacher.Faults())
+        service = (JudgingService if judges else Service)(world, faults=teacher_faults or teacher.Faults())
         report, run = run_in_process(Path(folder), service, **options)
         return report, read_library(run.path / "experience"), world
 

@@ -152,6 +152,22 @@ def test_settings_that_cannot_stand_together_are_specification_errors(change: di
     assert message in str(caught.value)
 
 
+def test_an_endpoints_model_needs_no_second_name() -> None:
+    from gym_sdk.errors import SpecError
+    from gym_sdk.spec import parse_spec, spec_from_data
+
+    data: dict[str, Any] = {
+        "method": {"kind": "training_free_grpo", "student": {"model": "some-model"}},
+        "data": {"train": [{"source": "t.jsonl"}]},
+    }
+    assert parse_spec(json.dumps(data)).model.source == "some-model"
+    assert spec_from_data({**data, "model": {"source": "weights"}}).model.source == "weights"
+    with pytest.raises(SpecError, match=r"method\.student\.model: required: the name that the endpoint knows it by"):
+        spec_from_data({**data, "method": {"kind": "training_free_grpo"}})
+    with pytest.raises(SpecError, match="model: required"):
+        spec_from_data({"data": data["data"]})
+
+
 def test_the_paper_preset_fills_in_what_was_published_and_keeps_what_is_given() -> None:
     from gym_sdk.spec import dump_yaml, spec_from_data
 

@@ -297,6 +297,40 @@ def test_a_local_key_goes_to_its_own_server_only(
     assert seen == [sent]
 
 
+@pytest.mark.parametrize(
+    ("environment", "url", "message"),
+    [
+        ("", "http://127.0.0.1:8123/v1", "refuses the key: no\nhint: it came from {folder}/local.key, which gym"),
+        ("given", "http://127.0.0.1:8123/v1", "hint: it came from GYM_API_KEY; unset that for the key of"),
+        ("", "http://127.0.0.1:9/v1", "asks for a key, and none was sent: no\nhint: {folder} names no gym serve"),
+        ("", "https://api.example/v1", "and none was sent: no\nhint: set method.student.api_key_env to the name of"),
+    ],
+    ids=["own daemon", "environment", "another server here", "elsewhere"],
+)
+def test_a_refused_key_is_told_with_where_it_came_from_and_where_the_right_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, url: str, message: str
+) -> None:
+    monkeypatch.setenv("GYM_API_KEY", environment)
+    monkeypatch.setattr("gym_sdk.client._options.data_dir", lambda: tmp_path)
+    local_key_path().write_text("of-the-daemon\n", encoding="ascii")
+    local_address_path().write_text(json.dumps({"http_url": "http://127.0.0.1:8123"}), encoding="utf-8")
+
+    async def check() -> None:
+        refusing = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": {"message": "no"}}))
+        endpoint = ChatEndpoint(EndpointSpec(base_url=url), role="student", model="m", transport=refusing)
+        try:
+            await endpoint.check()
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(EndpointError) as caught:
+        asyncio.run(check())
+    assert caught.value.hint is not None
+    told = f"{caught.value.message}\nhint: {caught.value.hint}"
+    assert message.format(folder=tmp_path) in told
+    assert "of-the-daemon" not in told
+
+
 def test_no_minute_holds_more_than_the_limit() -> None:
     moment = Time()
     times: list[float] = []

@@ -316,7 +316,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path, undisturbed) -> None:
 @pytest.mark.parametrize(
     ("settings", "method", "message"),
     [
-        ({"key": "right"}, {}, "refuses the key: Incorrect API key provided"),
+        ({"key": "right"}, {}, "asks for a key, and none was sent: Incorrect API key provided"),
         ({"models": ["teacher", "other"]}, {}, "has no model 'student'"),
     ],
     ids=["key", "model"],

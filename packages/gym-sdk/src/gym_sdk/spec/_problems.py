@@ -16,6 +16,7 @@ from gym_sdk.spec._fields import Shape, all_fields, field_shape, format_value
 from gym_sdk.spec._overrides import COMMAND_LINE
 
 CONFLICT = "conflict"
+TRAINING_FREE = "training_free_grpo"
 
 LARGEST = 2**63 - 1
 """What 64 bits hold; larger whole numbers are lost or refused further on."""
@@ -140,6 +141,8 @@ class Reporter:
         if shape is None:
             return self.unknown_key(path, owner)
         value, given = self.value(path)
+        if error["type"] == "missing" and path == ("model",) and self.value(("method", "kind"))[0] == TRAINING_FREE:
+            return self.problem(("method", "student", "model"), "required: the name that the endpoint knows it by")
         if error["type"] == "missing":
             return self.problem(path, f"required: {shape.describe()}")
         if error["type"].startswith("union_tag"):

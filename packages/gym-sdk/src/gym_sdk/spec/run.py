@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +18,7 @@ from gym_sdk.spec.model import ModelSpec
 from gym_sdk.spec.output import OutputSpec
 from gym_sdk.spec.performance import ParallelSpec, PerformanceSpec
 from gym_sdk.spec.train import TrainSpec
+from gym_sdk.spec.training_free import student_model_of
 
 SPEC_VERSION = 1
 
@@ -31,7 +33,8 @@ class RunSpec(SpecModel):
     """A short name; the run's folder is `<name>-<id>`. Letters, digits, dot, dash and underscore."""
 
     model: ModelSpec
-    """The base model."""
+    """The base model. `training_free_grpo` may leave it out: what is improved is `method.student.model`, and
+    `model.source` is only what `gym serve RUN` loads behind the library."""
 
     adapter: AdapterSpec = LoraAdapter()
     """Which weights are trained."""
@@ -65,6 +68,14 @@ class RunSpec(SpecModel):
         """Rows in one optimizer step, however the batch is given."""
         tokens = self.train.batch_tokens
         return self.train.batch_size if tokens is None else tokens // self.data.max_length
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_endpoints_model(cls, data: Any) -> Any:
+        """Without a model of its own, a run behind an endpoint is of the model that the endpoint knows."""
+        if isinstance(data, Mapping) and "model" not in data and (name := student_model_of(data)):
+            return {**data, "model": {"source": name}}
+        return data
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:

@@ -34,7 +34,7 @@ class EndpointSpec(SpecModel):
     """Up to and including the version: `/chat/completions` is added. The default is `gym serve` on this machine."""
 
     model: str | None = None
-    """The name that the endpoint knows the model by; `model.source` when not given."""
+    """The name that the endpoint knows the model by; `model.source` when not given. One of the two is needed."""
 
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     """The environment variable that holds the key. Keys are never written into a specification. Without it,
@@ -310,6 +310,16 @@ _PAPER_SECTIONS: dict[str, dict[str, Any]] = {
     "library": {"placement": "user", "max_tokens": 1_000_000, "drop_duplicates": False, "drop_leaks": False},
     "gate": {"enabled": False},
 }
+
+
+def student_model_of(data: Mapping[str, Any]) -> str | None:
+    """`method.student.model` of a specification that is not validated yet; None where it is no run of this method."""
+    method = data.get("method")
+    if not isinstance(method, Mapping) or method.get("kind") != "training_free_grpo":
+        return None
+    student = method.get("student")
+    name = student.get("model") if isinstance(student, Mapping) else None
+    return name if isinstance(name, str) and name else None
 
 
 def find_training_free_conflicts(spec: RunSpec) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from gym_sdk.client import local_key_path
 from gym_sdk.client.settings import local_key_for
 from gym_sdk.errors import UserError
 from gym_sdk.spec.training_free import EndpointSpec
@@ -226,10 +227,25 @@ class ChatEndpoint:
         )
 
     def _wrong_key(self, response: httpx.Response) -> EndpointError:
-        name = self.spec.api_key_env
-        hint = f"check the value of {name}" if name else f"set method.{self.role}.api_key_env"
-        return EndpointError(
-            f"the {self.role} endpoint {self.spec.base_url} refuses the key: {_error_message(response)}", hint=hint
+        what = "refuses the key" if self._http.headers.get("authorization") else "asks for a key, and none was sent"
+        message = f"the {self.role} endpoint {self.spec.base_url} {what}: {_error_message(response)}"
+        return EndpointError(message, hint=self._which_key())
+
+    def _which_key(self) -> str:
+        """Where the key came from, and where the right one is."""
+        name, part = self.spec.api_key_env, f"method.{self.role}.api_key_env"
+        if name:
+            return f"check the value of {name}"
+        if not self.is_local:
+            return f"set {part} to the name of the environment variable that holds it"
+        ours = local_key_path()
+        if os.environ.get("GYM_API_KEY"):
+            return f"it came from GYM_API_KEY; unset that for the key of this machine's own gym serve, {ours}"
+        if local_key_for(self.spec.base_url):
+            return f"it came from {ours}, which gym serve makes; start that again, or set {part} for another server"
+        return (
+            f"{ours.parent} names no gym serve at this address; where it runs with another --data-dir, put the "
+            f"{ours.name} of that folder into GYM_API_KEY, and for another server set {part}"
         )
 
 
