@@ -134,6 +134,11 @@ def test_a_mistake_is_one_message_before_any_call(
             "a majority needs answers that can be compared",
         ),
         ({"method": {"gate": {"enabld": True}}}, "did you mean enabled?"),
+        ({"method": {"prompts": {"critique": "{question}"}}}, "must have {experiences} where that is to stand"),
+        (
+            {"method": {"prompts": {"consolidation": "{experiences} {proposals} {library}"}}},
+            "nothing fills in {library}; there are {experiences}, {proposals}, {max_words}",
+        ),
         ({"method": {"student": {"base_url": "localhost:8000"}}}, "base_url"),
     ],
 )

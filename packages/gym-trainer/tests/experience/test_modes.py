@@ -131,6 +131,40 @@ def test_gym_train_runs_where_no_framework_is_installed(tmp_path: Path) -> None:
     assert read_library(run / "experience").items
 
 
+def test_the_teacher_is_asked_in_the_words_of_the_specification(tmp_path: Path) -> None:
+    """Braces in questions and attempts stay as they are; what an operation looks like is said by itself."""
+    prompts = {
+        "summary": "Say briefly. {question}\n{grade}{attempt}\nOf these: {experiences}",
+        "critique": "Groups of {attempts}\n\n{question} {reference}\n{experiences}\n{task} {max_operations}",
+        "consolidation": "As one: {proposals}\n{experiences}",
+    }
+    with served(tmp_path, faults=FAULTLESS, log_requests=True) as (url, asked, _):
+        spec = world_spec(
+            tmp_path,
+            WORLD,
+            base_url=url,
+            num_train=20,
+            num_test=0,
+            summaries="always",
+            prompts=prompts,
+            instruction="Answer as {attempts} do.",
+            gate={"enabled": False},
+        )
+        report, _ = train(spec)
+        teacher = [prompt_of(request) for request in requests_of(asked(), "teacher")]
+    begins = {name: [text for text in teacher if text.startswith(words[:6])] for name, words in prompts.items()}
+    kept = report["steps"][0]["num_groups_kept"]
+    assert {name: len(found) for name, found in begins.items()} == {
+        "summary": 5 * kept,
+        "critique": kept,
+        "consolidation": 1,
+    }
+    assert sum(map(len, begins.values())) == len(teacher), "nothing is asked in other words"
+    assert all(text.count('"operations"') == 1 for text in begins["critique"] + begins["consolidation"])
+    assert all("Compare the correct attempts" in text and "at most" not in text for text in begins["critique"])
+    assert report["steps"][0]["applied"], "what comes back is read as ever"
+
+
 def test_a_group_without_a_majority_teaches_nothing(tmp_path: Path) -> None:
     """Two attempts that differ agree on nothing; two that agree hold no contrast."""
     with served(tmp_path, log_requests=True) as (url, asked, _):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gym_sdk.spec._base import FilePath, SpecModel
 from gym_sdk.spec.rewards import MathReward, RewardSpec
@@ -100,6 +101,53 @@ class UpdaterSamplingSpec(SamplingSpec):
 
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     """The longest answer."""
+
+
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+def _prompt(*needed: str, may: tuple[str, ...] = ()) -> AfterValidator:
+    """A wording that has all of `needed` as `{name}`, and nothing in braces that nothing fills in."""
+
+    def check(text: str) -> str:
+        found = set(PLACEHOLDER.findall(text))
+        if missing := [name for name in needed if name not in found]:
+            raise ValueError(f"must have {{{missing[0]}}} where that is to stand")
+        if unknown := sorted(found - {*needed, *may}):
+            known = ", ".join(f"{{{name}}}" for name in (*needed, *may))
+            raise ValueError(f"nothing fills in {{{unknown[0]}}}; there are {known}")
+        return text
+
+    return AfterValidator(check)
+
+
+class PromptsSpec(SpecModel):
+    """Other wordings of what the teacher is asked. Gym's own follow the steps of the paper
+    (`gym_trainer/experience/prompts.py`). How operations are to be written is added by itself, because it is read."""
+
+    summary: Annotated[
+        Annotated[str, _prompt("question", "attempt", may=("experiences", "grade"))] | None,
+        Field(examples=["Summarise this. {question} {grade}{attempt}"]),
+    ] = None
+    """Of one attempt, with `{question}` and `{attempt}`, and if wanted `{experiences}` and `{grade}`. A last line
+    `Used: 1, 3` of the answer names the experiences that were followed, for their counts."""
+
+    critique: Annotated[
+        Annotated[
+            str,
+            _prompt("experiences", "question", "attempts", may=("reference", "task", "max_operations", "max_words")),
+        ]
+        | None,
+        Field(examples=["{experiences} {question} {reference}{attempts} {task} Write {max_operations}."]),
+    ] = None
+    """Of a group, with `{experiences}`, `{question}` and `{attempts}`, and if wanted `{reference}` (the right answer,
+    where one is known), `{task}` (compare, or judge where no grade is known), `{max_operations}` and `{max_words}`."""
+
+    consolidation: Annotated[
+        Annotated[str, _prompt("experiences", "proposals", may=("max_words",))] | None,
+        Field(examples=["Merge these into the list. {experiences} {proposals}"]),
+    ] = None
+    """Of a batch, with `{experiences}` and `{proposals}`, and if wanted `{max_words}`."""
 
 
 class LibrarySpec(SpecModel):
@@ -277,6 +325,9 @@ class TrainingFreeGrpo(SpecModel):
 
     summaries: Literal["auto", "always", "never"] = "auto"
     """Whether the teacher first summarises each attempt: `auto` for attempts of over 2,000 characters."""
+
+    prompts: PromptsSpec = PromptsSpec()
+    """What the teacher is asked."""
 
     library: LibrarySpec = LibrarySpec()
     """The library and its limits."""

@@ -67,6 +67,7 @@ class Teacher:
             max_operations=self.method.lessons_per_question,
             max_words=self.method.library.max_item_words,
             by_majority=self.method.ground_truth == "majority",
+            wording=self.method.prompts.critique,
         )
         reading = await self._operations(
             messages, library, draw=f"{draw}/critique", max_operations=self.method.lessons_per_question
@@ -87,7 +88,8 @@ class Teacher:
         changes.sort(key=lambda p: (p.group.question.id, p.operation.sort_key))
         shown = [proposal.operation.shown(library) for proposal in changes]
         max_words = self.method.library.max_item_words
-        messages = prompts.consolidation_messages(shown, library=library, max_words=max_words)
+        wording = self.method.prompts.consolidation
+        messages = prompts.consolidation_messages(shown, library=library, max_words=max_words, wording=wording)
         reading = await self._operations(messages, library, draw=f"{draw}/consolidate", max_operations=None)
         return [
             with_sources(operation, _sources(operation, numbers, changes))
@@ -114,6 +116,7 @@ class Teacher:
             verdict=verdict_of(rollout),
             reference=group.reference,
             by_majority=self.method.ground_truth == "majority",
+            wording=self.method.prompts.summary,
         )
         answer = await self.caller.ask("teacher", messages, self.method.updater, draw=draw, purpose="training")
         if not isinstance(answer, Answer):
