@@ -12,7 +12,9 @@ from gym_sdk.spec.adapter import LoraAdapter, VeraAdapter
 from gym_serve.models import load_model, resolve
 from gym_serve.models.direct_weights import kept_unquantized, never_called
 from gym_trainer.adapters import attach
+from gym_trainer.adapters import targets as target_names
 from gym_trainer.matrix.architectures import Architecture
+from gym_trainer.matrix.checks import check_architecture
 from gym_trainer.matrix.tiny import write_tiny_model
 
 
@@ -57,3 +59,17 @@ def test_a_layer_that_is_called_and_also_read_is_adapted_but_not_quantized() -> 
     assert never_called("gemma3n_text") == {"correction_coefs"}
     assert kept_unquantized("gemma3n_text") == {"prediction_coefs", "correction_coefs"}
     assert kept_unquantized("llama") == never_called("llama") == frozenset()
+
+
+def test_the_matrix_notices_a_layer_that_is_read_instead_of_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(model_type: str) -> frozenset[str]:
+        return frozenset()
+
+    monkeypatch.setattr(target_names, "never_called", nothing)
+    architecture = Architecture(model_type="mamba", class_name="MambaForCausalLM", group="decoder")
+    lora = check_architecture(architecture, only=("load", "packing", "lora")).checks["lora"]
+    assert lora.status == "fail"
+    assert lora.note == (
+        "adapters beside 4 layers get no gradient, and the layers' own weights do, such as "
+        "backbone.layers.0.mixer.dt_proj"
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,12 +28,10 @@ from gym_trainer.exporting.probe import probe_ids, probe_logits, relative_distan
 from gym_trainer.fast import attention
 from gym_trainer.loop.fit import FitSettings, fit
 from gym_trainer.matrix.architectures import Architecture
+from gym_trainer.matrix.gradients import learning_layers, still_layers, watch
 from gym_trainer.matrix.rows import RandomRows
 from gym_trainer.matrix.tiny import write_tiny_model
 from gym_trainer.objectives.sft import SftObjective
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Status = Literal["pass", "unpacked", "not applicable", "fail"]
 
@@ -76,11 +74,11 @@ class Failed(Exception):
     """A check that did not hold; the message says how."""
 
 
-def check_architecture(architecture: Architecture) -> Row:
+def check_architecture(architecture: Architecture, only: Sequence[str] = CHECKS) -> Row:
     """Every check, each with its own verdict. One that needs what an earlier one made fails with it."""
     with tempfile.TemporaryDirectory(prefix="gym-matrix-") as scratch:
         bench = _Bench(architecture, Path(scratch))
-        checks = {name: _outcome(getattr(bench, name)) for name in CHECKS}
+        checks = {name: _outcome(getattr(bench, name)) for name in CHECKS if name in only}
     return Row(
         model_type=architecture.model_type,
         class_name=architecture.class_name,
@@ -153,18 +151,21 @@ class _Bench:
         return Outcome(status="pass")
 
     def lora(self) -> Outcome:
-        """Five updates of LoRA on all linear layers, and on the experts where there are any."""
+        """Five updates of LoRA on all linear layers, and on the experts where there are any: every adapter learns."""
         model = self._fresh()
         spec = self._spec(_LORA | ({"experts": "adapt"} if self.num_expert_weights else {}), NUM_LORA_UPDATES + 1, 1e-2)
         trained = attach(model, spec.adapter, seed=0).model
         initial = trained_weights(trained)
-        self._expert_gradients = _watch(trained, lambda name: "lora_" in name and "expert" in name)
+        gradients = watch(trained, lambda name: ".lora_" in name)
         losses = self._fit(trained, spec, "lora")
         _require_lower(losses)
+        unused = self._require_gradients(gradients)
+        self._expert_gradients = {name: total for name, total in gradients.items() if "expert" in name}
         self._trained = trained.eval()
         self._trained_logits = probe_logits(trained, probe_ids(self.base))
         save_adapter(trained, self.scratch / "adapter", self.base, initial=initial, metadata={})
-        return Outcome(status="pass", note=f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
+        note = f"; {len(unused)} layers, such as {unused[0]}, have no part in what it writes" if unused else ""
+        return Outcome(status="pass", note=f"loss {losses[0]:.2f} to {losses[-1]:.2f}{note}")
 
     def experts(self) -> Outcome:
         """Every adapted expert weight got a gradient."""
@@ -202,7 +203,7 @@ class _Bench:
         trained = attach(model, spec.adapter, seed=0).model
         initial = trained_weights(trained)
         fused = {name for name, weight in expert_weights(trained).items() if weight.ndim == 3}
-        gradients = _watch(trained, lambda name: name in fused)
+        gradients = watch(trained, lambda name: name in fused)
         losses = self._fit(trained, spec, "full")
         _require_lower(losses)
         changed = sum(not torch.equal(p.detach(), initial[name]) for name, p in trained.named_parameters())
@@ -224,6 +225,20 @@ class _Bench:
         losses = self._fit(attach(model, spec.adapter, seed=0).model, spec, "qlora")
         _require_lower(losses)
         return Outcome(status="pass")
+
+    def _require_gradients(self, adapters: dict[str, torch.Tensor]) -> list[str]:
+        """The adapted layers that the model does not compute. One that it does, with an adapter that gets no gradient,
+        is a layer whose weight the model's own code reads (`gym_serve.models.direct_weights`)."""
+        still = still_layers(adapters)
+        if not still:
+            return []
+        learning = learning_layers(self._fresh(), self.rows.tensors())
+        if bypassed := [layer for layer in still if layer in learning]:
+            raise Failed(
+                f"adapters beside {len(bypassed)} layers get no gradient, and the layers' own weights do, such as "
+                f"{bypassed[0]}"
+            )
+        return still
 
     def _fresh(self) -> Any:
         return load_model(self.base.resolved, dtype="float32")
@@ -268,21 +283,6 @@ class _Bench:
             )
         found = read_events(run_path / "events.jsonl")
         return [event.values["loss"] for event in found if isinstance(event, MetricEvent) and "loss" in event.values]
-
-
-def _watch(model: nn.Module, chosen: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """The absolute gradients of the chosen trained weights, added up over all steps that follow."""
-    totals: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and chosen(name):
-            totals[name] = torch.zeros_like(parameter)
-
-            def add(weight: torch.Tensor, total: torch.Tensor = totals[name]) -> None:
-                if weight.grad is not None:
-                    total += weight.grad.abs()
-
-            parameter.register_post_accumulate_grad_hook(add)
-    return totals
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 from gym_trainer.matrix.architectures import Architecture
 from gym_trainer.records import write_json
 
-VERSION = 1
+VERSION = 2
 """Of what is checked: a result of another version is not used again."""
 
 

@@ -29,7 +29,8 @@ that applies; {experts} of them are mixtures of experts whose experts learn. The
 | load | saved, loaded as a run loads it, twice to equal logits |
 | packing | documents packed into one row have the logits that each has alone. *unpacked*: the architecture mixes \
 neighbouring positions outside its attention, so Gym trains one document a row, which was compared instead |
-| lora | LoRA on all linear layers, and on the experts: five updates lower the loss |
+| lora | LoRA on all linear layers, and on the experts: five updates lower the loss, and the adapter beside every \
+layer that the model computes gets a gradient |
 | experts | every adapted expert weight gets a gradient |
 | reload | the saved adapter on a fresh base gives the trained logits (relative distance below 1e-4) |
 | merge | the merged folder, loaded by plain transformers, gives them too |
