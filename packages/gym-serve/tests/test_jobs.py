@@ -403,10 +403,14 @@ async def test_a_specification_cannot_name_paths_of_the_machine(data: Path) -> N
         spec = json.loads(await daemon.spec("steps-1"))
         spec["data"]["train"].append({"source": "/etc/passwd"})
         spec["model"] = {"source": "/models/other", "trust_remote_code": True}
-        spec["adapter"] = {"init_from": "/models/adapter"}
+        spec["adapter"] = {
+            "init_from": "/models/adapter",
+            "beside": [{"name": "sft", "source": "/models/other-adapter"}],
+        }
         with pytest.raises(SpecError) as refused:
             await daemon.jobs.create(ANN, json.dumps(spec))
         assert sorted(problem.where.path or "" for problem in refused.value.problems) == [
+            "adapter.beside[0].source",
             "adapter.init_from",
             "data.train[1].source",
             "model.source",

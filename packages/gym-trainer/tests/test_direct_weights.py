@@ -73,3 +73,18 @@ def test_the_matrix_notices_a_layer_that_is_read_instead_of_called(monkeypatch: 
         "adapters beside 4 layers get no gradient, and the layers' own weights do, such as "
         "backbone.layers.0.mixer.dt_proj"
     )
+
+
+def test_a_linear_layer_in_other_words_is_adapted_and_a_router_is_not() -> None:
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+    from transformers.models.llama4.modeling_llama4 import Llama4Router
+
+    falcon = Architecture(model_type="falcon", class_name="FalconForCausalLM", group="decoder")
+    model = torch.nn.ModuleDict({"dense": FalconLinear(4, 6), "plain": torch.nn.Linear(4, 6)})
+    router = Llama4Router.__new__(Llama4Router)
+    torch.nn.Linear.__init__(router, 4, 2, bias=False)
+    model["router"] = router
+    assert sorted(target_names.linear_layers(model)) == ["dense", "plain"]  # pyright: ignore[reportArgumentType]
+    assert target_names.not_plainly_linear(model) == {"router"}  # pyright: ignore[reportArgumentType]
+    lora = check_architecture(falcon, only=("load", "packing", "lora")).checks["lora"]
+    assert lora.status == "pass", lora.note

@@ -151,6 +151,10 @@ class RunDir:
         """The final adapter, in Hugging Face layout."""
         return self.path / "adapter"
 
+    def named_adapter_dir(self, name: str) -> Path:
+        """An adapter of `adapter.beside`, as it was; `default` is the trained one."""
+        return self.adapter_dir if name == "default" else self.path / "adapters" / name
+
     @property
     def model_dir(self) -> Path:
         """The final whole model, in Hugging Face layout."""

@@ -366,7 +366,7 @@ def close_stream(prepared: Prepared | Streamed, run: RunDir) -> None:
 
 def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, told: Narrator) -> None:
     """The final artifact in Hugging Face layout, with the template of training, and merged when asked."""
-    from gym_trainer.exporting.adapter import save_adapter
+    from gym_trainer.exporting.adapter import keep_beside, save_adapter
     from gym_trainer.exporting.folder import size_bytes
     from gym_trainer.exporting.merge import merge_adapter
     from gym_trainer.exporting.model import save_model
@@ -394,6 +394,8 @@ def export(spec: RunSpec, trained: records.Trained, base: Base, run: RunDir, tol
             trained.model, run.adapter_dir, base, initial=trained.initial, metadata=metadata, replace=True
         ),
     )
+    for folder in keep_beside(run, spec.adapter):
+        told.say(f"kept {folder}")
     if spec.output.merge:
         trained.release()
         keep(

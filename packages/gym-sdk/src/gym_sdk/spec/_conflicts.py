@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gym_sdk.spec.adapter import PEFT_PREFIXES, adapters_beside
 from gym_sdk.spec.method import find_method_conflicts
 from gym_sdk.spec.training_free import find_training_free_conflicts
 
@@ -23,6 +24,7 @@ def find_conflicts(spec: RunSpec) -> list[Conflict]:
     """Each conflict of a specification whose fields are valid by themselves."""
     return [
         *_weights(spec),
+        *_beside(spec),
         *_training(spec),
         *_rows(spec),
         *_unread(spec),
@@ -77,6 +79,28 @@ def _weights(spec: RunSpec) -> list[Conflict]:
             found.append(("adapter.init", f"{adapter.init} has no effect on an adapter that starts from init_from"))
     if model.revision is not None and (model.source.startswith("package:") or model.source.endswith(".gguf")):
         found.append(("model.revision", "only hub models have revisions, and model.source is a file"))
+    return found
+
+
+def _beside(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
+    others = adapters_beside(spec.adapter)
+    seen = {"default": "the trained adapter's"}
+    prefix = PEFT_PREFIXES.get(spec.adapter.kind, "")
+    for index, other in enumerate(others):
+        path = f"adapter.beside[{index}].name"
+        if other.name in seen:
+            found.append((path, f"{other.name} is {seen[other.name]} name; give each adapter its own"))
+        elif other.name in prefix:
+            found.append((path, f"peft takes {other.name} for a part of its own names ({prefix}...); use a longer one"))
+        seen[other.name] = f"also adapter.beside[{index}]'s"
+    init = getattr(spec.adapter, "init", "default")
+    if others and init in ("pissa", "olora"):
+        found.append(("adapter.init", f"{init} changes the weights that the adapters of adapter.beside were made for"))
+    reference = getattr(spec.method, "reference_adapter", None)
+    if reference is not None and reference not in {other.name for other in others}:
+        known = ", ".join(other.name for other in others) or "it is empty"
+        found.append(("method.reference_adapter", f"adapter.beside has no {reference} ({known})"))
     return found
 
 

@@ -9,6 +9,16 @@ from pydantic import Field
 from gym_sdk.spec._base import FilePath, SpecModel
 
 
+class NamedAdapter(SpecModel):
+    """An adapter that is loaded beside the trained one, frozen, under a name of its own."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
+    """What the run calls it: letters, digits, dash and underscore. The trained adapter is `default`, as in peft."""
+
+    source: Annotated[str, FilePath()]
+    """A folder with the adapter, such as another run's `adapter/`, of the same kind and for the same model."""
+
+
 class _Adapter(SpecModel):
     """What every adapter beside frozen weights has."""
 
@@ -21,6 +31,11 @@ class _Adapter(SpecModel):
     init_from: Annotated[str, FilePath()] | None = None
     """A folder with an adapter to start from, such as the SFT adapter before a preference run. It keeps its rank, its
     targets and the like; others beside it are refused."""
+
+    beside: list[NamedAdapter] = []
+    """Other adapters in the same model, each by its name and kept apart: training computes without them and leaves
+    them bit for bit as they were. One of them may be a preference method's reference (`method.reference_adapter`). The
+    run keeps each in `adapters/NAME`, which `gym chat` and `gym export --adapter NAME` take."""
 
 
 class LoraAdapter(_Adapter):
@@ -121,6 +136,15 @@ class FullAdapter(SpecModel):
 AdapterSpec = Annotated[
     LoraAdapter | OftAdapter | VeraAdapter | Ia3Adapter | FreezeAdapter | FullAdapter, Field(discriminator="kind")
 ]
+
+
+PEFT_PREFIXES = {"lora": "lora_", "oft": "oft_", "vera": "vera_lambda_", "ia3": "ia3_"}
+"""What peft's own names of an adapter's weights begin with, by kind; it mistakes a part of it for one."""
+
+
+def adapters_beside(adapter: AdapterSpec) -> list[NamedAdapter]:
+    """The frozen adapters of a run; a whole model has none."""
+    return [] if isinstance(adapter, FreezeAdapter | FullAdapter) else adapter.beside
 
 
 def is_whole_model(adapter: AdapterSpec) -> bool:

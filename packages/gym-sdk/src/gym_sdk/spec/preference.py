@@ -66,6 +66,10 @@ class Dpo(SpecModel):
     before training, kept with the run. `auto` takes the first that is right; `precomputed` when every weight is
     trained."""
 
+    reference_adapter: str | None = None
+    """The adapter of `adapter.beside` that is the reference, by name, in place of the model as training begins: such as
+    the SFT adapter in a second round of DPO."""
+
 
 class Orpo(SpecModel):
     """Odds-ratio preference optimisation (arXiv 2403.07691): likelihood and preference in one step, no reference."""
@@ -141,12 +145,18 @@ class Kto(SpecModel):
     reference: ReferenceKind = "auto"
     """Where reference log-probabilities come from: `adapter_disabled`, `frozen_copy` or `precomputed`; see kind dpo."""
 
+    reference_adapter: str | None = None
+    """The adapter of `adapter.beside` that is the reference, by name; see kind dpo."""
 
-def chosen_reference(spec: RunSpec) -> Literal["adapter_disabled", "frozen_copy", "precomputed"]:
+
+def chosen_reference(spec: RunSpec) -> Literal["adapter_disabled", "frozen_copy", "precomputed", "named_adapter"]:
     """What `method.reference: auto` means for this run: the cheapest reference that is the model training begins with.
 
-    A model without its adapter is that only when the adapter is new and its initialisation left the base alone.
+    A model without its adapter is that only when the adapter is new and its initialisation left the base alone. An
+    adapter that is named as the reference is another model.
     """
+    if getattr(spec.method, "reference_adapter", None) is not None:
+        return "named_adapter"
     wanted: ReferenceKind = getattr(spec.method, "reference", "auto")
     if wanted != "auto":
         return wanted
@@ -161,6 +171,8 @@ def find_preference_conflicts(spec: RunSpec) -> list[tuple[str, str]]:
     method = spec.method
     if isinstance(method, Dpo | Kto) and method.reference == "adapter_disabled" and (why := _why_not_disabled(spec)):
         found.append(("method.reference", f"{why}; use frozen_copy, precomputed or auto"))
+    if isinstance(method, Dpo | Kto) and method.reference_adapter is not None and method.reference != "auto":
+        found.append(("method.reference", "method.reference_adapter stands in its place; give one of them"))
     if isinstance(method, Dpo):
         losses = [method.loss, *(extra.name for extra in method.extra_losses)]
         if method.label_smoothing and not set(losses) & set(_SMOOTHED):

@@ -26,6 +26,7 @@ FILE_SCHEME = "file:"
 """`source: file:file-0123` names an uploaded file."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SOURCE = re.compile(r"^(data|evaluation)\..*source$")
+_ADAPTER_BESIDE = re.compile(r"adapter\.beside\[\d+\]\.source")
 
 
 class ModelLookup(Protocol):
@@ -87,7 +88,7 @@ def admit(spec: RunSpec, models: ModelLookup, settings: JobSettings) -> Admitted
                 changes[path] = source
             elif value not in settings.allowed_models and not (settings.allow_hub_models and _HUB_ID.match(value)):
                 refuse(path, f"'{value}' may not be used here", "gym models list shows what this daemon has")
-        elif path == "adapter.init_from":
+        elif path == "adapter.init_from" or _ADAPTER_BESIDE.fullmatch(path):
             folder = models.adapter_folder(value)
             if folder is None:
                 refuse(path, f"'{value}' is no adapter of this daemon", "gym models list shows what this daemon has")

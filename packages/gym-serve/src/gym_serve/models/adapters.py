@@ -121,6 +121,31 @@ def load_adapter(
     return loaded.train(trainable)
 
 
+def add_frozen(model: PeftModel, folder: Path | str, *, name: str) -> None:
+    """Put another adapter of the same kind into a peft model, kept apart under `name`: frozen, and not computed until
+    it is made the active one.
+
+    Raises:
+        ModelError: as `load_adapter`; or it is of another kind, or cannot stand beside the adapters that are there.
+    """
+    info = inspect_adapter(folder)
+    base: Any = model.get_base_model()
+    rows = [index for indices in (info.config.get("trainable_token_indices") or {}).values() for index in indices]
+    if rows and max(rows) >= base.get_input_embeddings().weight.shape[0]:
+        raise ModelError(
+            f"the adapter {info.folder} has rows for tokens that this model does not have",
+            hint="model.new_tokens adds them",
+        )
+    check_fits(info, base)
+    training = model.training
+    try:
+        model.load_adapter(str(info.folder), name, is_trainable=False, use_safetensors=True)
+    except ValueError as error:  # peft's own refusals, such as of several adapters with other fused weights each
+        raise ModelError(f"the adapter {info.folder} cannot stand beside another: {error}") from error
+    _require_loaded(model, info, name)
+    model.train(training)
+
+
 def grow_embeddings(model: PreTrainedModel, num_rows: int) -> None:
     """Give the vocabulary at least so many rows, new ones like the mean of the old; many models have spare ones."""
     rows: Any = model.get_input_embeddings().weight

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, FreezeAdapter, FullAdapter, LoraAdapter
 from gym_serve.models.load import SCORE_HEAD
+from gym_trainer.adapters.beside import add_beside
 from gym_trainer.adapters.experts import frozen_experts_note
 from gym_trainer.adapters.init_from import require_same
 from gym_trainer.adapters.peft_configs import left_out_of_all_linear, peft_config, require_modules
@@ -43,7 +44,8 @@ def attach(
     of model inputs, for an adapter that starts from what the layers see (`init: eva`).
 
     Raises:
-        ModelError: targets that match no module, a rank larger than a layer, an `init_from` that does not fit.
+        ModelError: targets that match no module, a rank larger than a layer, an `init_from` or a `beside` that does
+            not fit.
     """
     import torch
     from transformers import set_seed
@@ -71,6 +73,8 @@ def attach(
         trained = get_peft_model(model, peft_config(model, adapter, seed=seed, new_token_ids=new_token_ids))
         if isinstance(adapter, LoraAdapter) and adapter.init in ("eva", "loftq"):
             _start(trained, adapter, first_batches)
+    num_weights = sum(p.numel() for p in trained.parameters())  # before what stands beside
+    add_beside(trained, adapter)
     parameters = list(trained.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     if num_trained == 0:
@@ -83,7 +87,7 @@ def attach(
     return TrainableModel(
         model=trained,
         num_trained=num_trained,
-        num_weights=sum(p.numel() for p in parameters) - (num_trained if trained is not model else 0),
+        num_weights=num_weights - (num_trained if trained is not model else 0),
         notes=tuple(notes),
     )
 

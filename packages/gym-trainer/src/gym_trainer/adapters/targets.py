@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
@@ -116,7 +117,23 @@ def not_plainly_linear(model: PreTrainedModel) -> set[str]:
 
 def _has_own_forward(module: nn.Module) -> bool:
     kind = type(module)
-    return kind.__module__.startswith("transformers.models.") and "forward" in vars(kind)
+    is_own = kind.__module__.startswith("transformers.models.") and "forward" in vars(kind)
+    return is_own and not _computes_the_product(kind)
+
+
+@cache
+def _computes_the_product(kind: type[nn.Module]) -> bool:
+    """Whether a class's own forward is a linear layer's in other words (Falcon's): tried on a small layer."""
+    import torch
+
+    plain = torch.nn.Linear(3, 2, device="cpu", dtype=torch.float32)
+    x_BI = torch.ones(1, 3, device="cpu", dtype=torch.float32)
+    try:
+        with torch.no_grad():
+            found = kind.forward(plain, x_BI)
+            return isinstance(found, torch.Tensor) and torch.allclose(found, plain(x_BI))
+    except Exception:  # noqa: BLE001 - it needs what a linear layer does not have, whatever that is
+        return False
 
 
 def size_of(layer: Any) -> tuple[int, int]:

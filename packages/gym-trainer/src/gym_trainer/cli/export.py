@@ -22,6 +22,9 @@ def export(
     quant: Annotated[
         Literal["f32", "f16", "q8_0"], Parameter(help="How the GGUF file's matrices are stored.")
     ] = "q8_0",
+    adapter: Annotated[
+        str, Parameter(help="Which of the run's adapters: the trained one, or one of adapter.beside by its name.")
+    ] = "default",
     push: Annotated[str | None, Parameter(help="The hub's repository to send the result to, OWNER/NAME.")] = None,
     public: Annotated[bool, Parameter(negative="", help="Make a new repository that everyone can read.")] = False,
     json: Annotated[bool, Parameter(negative="", help="For scripts.")] = False,
@@ -32,15 +35,19 @@ def export(
             "name one thing to make of the run",
             hint="gym export RUN with --merge FOLDER, --gguf FILE or --push OWNER/NAME",
         )
+    if push is not None and adapter != "default":
+        raise UserError(
+            "only the trained adapter is pushed, with its card", hint="push the other from the run that trained it"
+        )
     from gym_trainer.run import require_torch
 
     require_torch("exporting")
     if push is not None:
         return _pushed(run, push, public, json)
     if merge is not None:
-        return _merged(run, merge, dtype, json)
+        return _merged(run, merge, dtype, adapter, json)
     assert gguf is not None
-    return _gguf(run, gguf, quant, json)
+    return _gguf(run, gguf, quant, adapter, json)
 
 
 def _pushed(run: Path, repository: str, public: bool, json: bool) -> int:
@@ -54,10 +61,10 @@ def _pushed(run: Path, repository: str, public: bool, json: bool) -> int:
     return 0
 
 
-def _merged(run: Path, merge: Path, dtype: Literal["float32", "bfloat16"], json: bool) -> int:
+def _merged(run: Path, merge: Path, dtype: Literal["float32", "bfloat16"], adapter: str, json: bool) -> int:
     from gym_trainer.exporting.export import export_merged
 
-    done = export_merged(run, merge, dtype=dtype)
+    done = export_merged(run, merge, dtype=dtype, adapter=adapter)
     if json:
         console.out_json(
             {
@@ -78,10 +85,10 @@ def _merged(run: Path, merge: Path, dtype: Literal["float32", "bfloat16"], json:
     return 0
 
 
-def _gguf(run: Path, gguf: Path, quant: Literal["f32", "f16", "q8_0"], json: bool) -> int:
+def _gguf(run: Path, gguf: Path, quant: Literal["f32", "f16", "q8_0"], adapter: str, json: bool) -> int:
     from gym_trainer.exporting.export import export_gguf
 
-    done = export_gguf(run, gguf, quant=quant)
+    done = export_gguf(run, gguf, quant=quant, adapter=adapter)
     if json:
         console.out_json(
             {

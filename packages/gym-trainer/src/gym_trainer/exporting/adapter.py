@@ -9,6 +9,7 @@ since the weight that they rescale is the same in both forms.
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from gym_sdk.errors import RunFailed
+from gym_sdk.rundir import RunDir
+from gym_sdk.spec.adapter import AdapterSpec, adapters_beside
 from gym_trainer.exporting.folder import Base, complete_or_absent, write_companions
 
 _A, _B = ".lora_A.", ".lora_B."
@@ -49,9 +52,25 @@ def save_adapter(
                 # It left the base as it was: the weights say everything.
                 config.init_lora_weights, config.eva_config = True, None
             # An adapted output head does not change the embeddings, which peft would add as a second copy.
-            model.save_pretrained(str(staged), safe_serialization=True, save_embedding_layers=False)
+            model.save_pretrained(
+                str(staged),
+                safe_serialization=True,
+                save_embedding_layers=False,
+                selected_adapters=[model.active_adapter],
+            )
         (staged / "README.md").unlink(missing_ok=True)
         write_companions(staged, base, model.get_base_model(), metadata)
+
+
+def keep_beside(run: RunDir, adapter: AdapterSpec) -> list[Path]:
+    """Copy the frozen adapters of a run into its folder, byte for byte, each under its name."""
+    folders: list[Path] = []
+    for other in adapters_beside(adapter):
+        folder = run.named_adapter_dir(other.name)
+        with complete_or_absent(folder, replace=True) as staged:
+            shutil.copytree(other.source, staged, dirs_exist_ok=True)
+        folders.append(folder)
+    return folders
 
 
 def require_change(model: Any, initial: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from gym_sdk.cli import console
 from gym_sdk.errors import UserError, Where
 from gym_sdk.rundir import RunDir
 from gym_sdk.spec import RunSpec, load_spec
+from gym_sdk.spec.adapter import adapters_beside
 from gym_trainer.exporting.folder import Base, read_base, size_bytes
 from gym_trainer.exporting.merge import MergeCheck, MergeDtype, merge_adapter
 from gym_trainer.records import artifact_metadata
@@ -27,21 +28,22 @@ class Exported:
     size_bytes: int
 
 
-def export_merged(path: Path, out: Path, *, dtype: MergeDtype) -> Exported:
-    """Merge a run's adapter into its base.
+def export_merged(path: Path, out: Path, *, dtype: MergeDtype, adapter: str = "default") -> Exported:
+    """Merge an adapter of a run, by its name, into the run's base.
 
     Raises:
-        UserError: no such run, no adapter in it (with what it has instead), or an adapter that changes nothing.
+        UserError: no such run, no adapter of this name in it (with what it has instead), or one that changes nothing.
         OutputInUse: `out` has something in it.
     """
     run, spec = open_finished(path)
     if not run.adapter_dir.is_dir():
         hint = f"it has a whole model: {run.model_dir}" if run.model_dir.is_dir() else f"its state: {run.state().value}"
         raise UserError("this run has no adapter to merge", where=Where(file=str(run.path)), hint=hint)
+    folder = adapter_named(run, spec, adapter)
     base = base_of(spec)
     check = merge_adapter(
         base,
-        run.adapter_dir,
+        folder,
         out,
         dtype=dtype,
         metadata=artifact_metadata(spec, run),
@@ -60,7 +62,7 @@ class ExportedGguf:
     """Whether the Modelfile has the template of training; Ollama guesses one otherwise."""
 
 
-def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
+def export_gguf(path: Path, out: Path, *, quant: Quant, adapter: str = "default") -> ExportedGguf:
     """A run's result as a GGUF file, with an Ollama Modelfile and a card beside it. An adapter is merged first.
 
     Raises:
@@ -75,15 +77,16 @@ def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
 
     run, spec = open_finished(path)
     require_free(out)
+    folder = adapter_named(run, spec, adapter)
     base = base_of(spec)
     family_of(base.config())  # before a merge of minutes
-    if run.adapter_dir.is_dir():
+    if folder.is_dir():
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged-", dir=out.parent) as scratch:
             merged = Path(scratch) / "model"
             merge_adapter(
                 base,
-                run.adapter_dir,
+                folder,
                 merged,
                 dtype="float32",
                 metadata=artifact_metadata(spec, run),
@@ -101,6 +104,21 @@ def export_gguf(path: Path, out: Path, *, quant: Quant) -> ExportedGguf:
     if run.report_path("json").is_file():
         write_card_file(out.with_suffix(".md"), run, gguf=out.name)
     return ExportedGguf(file=file, modelfile=modelfile, has_template=has_template)
+
+
+def adapter_named(run: RunDir, spec: RunSpec, name: str) -> Path:
+    """The folder of one of a run's adapters; of `default` it may be missing.
+
+    Raises:
+        UserError: an adapter that the run does not have.
+    """
+    folder = run.named_adapter_dir(name)
+    names = ["default", *(other.name for other in adapters_beside(spec.adapter))]
+    if name not in names or (name != "default" and not folder.is_dir()):
+        raise UserError(
+            f"this run has no adapter {name}", where=Where(file=str(run.path)), hint=f"it has {', '.join(names)}"
+        )
+    return folder
 
 
 def open_finished(path: Path) -> tuple[RunDir, RunSpec]:

@@ -20,12 +20,14 @@ from torch.nn.functional import linear
 
 
 class LeanLoraLinear(Linear):
-    """peft's LoRA linear layer with another forward."""
+    """peft's LoRA linear layer with another forward, for the adapter that was active when it became one."""
+
+    lean_adapter: str
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.disable_adapters or self.merged or args or kwargs:
+        name = self.lean_adapter
+        if self.disable_adapters or self.merged or args or kwargs or self.active_adapters != [name]:
             return super().forward(x, *args, **kwargs)
-        name = self.active_adapters[0]
         base = cast(nn.Linear, self.get_base_layer())
         a_RI = (cast(nn.Linear, self.lora_A[name]).weight * self.scaling[name]).to(x.dtype)
         b_OR = cast(nn.Linear, self.lora_B[name]).weight.to(x.dtype)
@@ -73,6 +75,8 @@ def why_not_lean(module: nn.Module) -> str | None:
     if len(module.active_adapters) != 1:
         return "several adapters are active"
     name = module.active_adapters[0]
+    if name not in module.lora_A:
+        return "the trained adapter leaves it out"
     if not isinstance(module.lora_dropout[name], nn.Identity):
         return "adapter.dropout is on"
     if name in module.lora_variant:
@@ -96,6 +100,7 @@ def lean_lora(model: nn.Module) -> Iterator[None]:
     try:
         for module in changed:
             module.__class__ = LeanLoraLinear
+            cast(LeanLoraLinear, module).lean_adapter = module.active_adapters[0]
         yield
     finally:
         for module in changed:

@@ -5,6 +5,7 @@
 | adapter disabled | a forward pass, no memory | a new adapter on an untouched base |
 | frozen copy | a forward pass, the trained weights once more | always |
 | precomputed | one pass before training, a file | always; the only one without a forward pass in each step |
+| named adapter | a forward pass, that adapter's weights | when asked for: another model than the one that begins |
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from gym_sdk.spec import RunSpec
 from gym_sdk.spec.preference import chosen_reference
+from gym_trainer.adapters.beside import answering_as
 from gym_trainer.loop.batch import Document, MicroBatch, Row, RowSource
 from gym_trainer.loop.forward import ForwardModel, unwrap
 from gym_trainer.objectives.base import Start
@@ -38,6 +40,9 @@ class Reference(ABC):
     @classmethod
     def of(cls, spec: RunSpec) -> Reference:
         """What `method.reference` asks for, or the one that is right for this run."""
+        name = getattr(spec.method, "reference_adapter", None)
+        if name is not None:
+            return OtherAdapter(name)
         kinds = {"adapter_disabled": AdapterDisabled, "frozen_copy": FrozenCopy, "precomputed": Precomputed}
         return kinds[chosen_reference(spec)]()
 
@@ -55,6 +60,17 @@ class AdapterDisabled(Reference):
 
     def logprobs(self, model: ForwardModel, batch: MicroBatch, logprobs: Logprobs) -> Tensor:
         with torch.no_grad(), _without_dropout(model), unwrap(model.wrapped).disable_adapter():
+            return logprobs(model, batch)
+
+
+class OtherAdapter(Reference):
+    """The model with a frozen adapter of `adapter.beside` in the place of the trained one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def logprobs(self, model: ForwardModel, batch: MicroBatch, logprobs: Logprobs) -> Tensor:
+        with torch.no_grad(), _without_dropout(model), answering_as(unwrap(model.wrapped), self.name):
             return logprobs(model, batch)
 
 

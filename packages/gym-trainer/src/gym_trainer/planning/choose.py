@@ -14,6 +14,7 @@ from gym_sdk.errors import DoesNotFit, UserError
 from gym_sdk.spec import Dpo, Kto
 from gym_sdk.spec.adapter import LoraAdapter
 from gym_sdk.spec.preference import chosen_reference
+from gym_trainer.adapters.beside import beside_bytes
 from gym_trainer.fast import attention
 from gym_trainer.fast.apply import FastPath
 from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, SpeedPlan
@@ -115,7 +116,7 @@ def plan(
         hardware=hardware,
         simulations=simulations,
         compiled=compiled and not _too_short(spec, hardware, data),
-        resident_bytes=resident_bytes(dtype),
+        resident_bytes=resident_bytes(dtype) + beside_bytes(spec.adapter),
     )
     held = estimator.static().total - estimator.static().gradients + estimator.resident_bytes
     if not suggest and held > hardware.memory_bytes:  # a search tries many: micro-batches take long to simulate

@@ -163,7 +163,7 @@ def _simulated(adapter: AdapterSpec) -> AdapterSpec:
     as trained; `Estimator.static` takes their gradients and optimizer states off again.
     """
     if isinstance(adapter, LoraAdapter):
-        return adapter.model_copy(update={"init": "default", "init_from": None})
+        return adapter.model_copy(update={"init": "default", "init_from": None, "beside": []})
     if isinstance(adapter, FreezeAdapter | FullAdapter):
         return FullAdapter()
     return LoraAdapter(targets=adapter.targets, modules_to_save=adapter.modules_to_save)
@@ -179,7 +179,7 @@ class Estimator:
     compiled: bool = False
     """Layers are compiled: what they keep and move is a measured share of what the simulation, uncompiled, says."""
     resident_bytes: int = 0
-    """What the method holds beside the model, such as a teacher."""
+    """What is held beside the model, such as a teacher and frozen adapters."""
 
     @property
     def num_layers(self) -> int:

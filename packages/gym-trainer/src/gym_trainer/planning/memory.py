@@ -54,7 +54,7 @@ class MemoryPlan:
     limit: int
     """What there is."""
     method: int = 0
-    """What the method holds beside the model, such as a teacher."""
+    """What is held beside the model, such as a teacher and frozen adapters."""
 
     @property
     def total(self) -> int:

@@ -82,6 +82,7 @@ class FusedLayer:
         self.both: JoinedWeight = JoinedWeight([mlp.gate_proj, mlp.up_proj])
         self.down: JoinedWeight = JoinedWeight([mlp.down_proj])
         self._lora = [m for m in layer.modules() if isinstance(m, LoraLinear)]
+        self._adapters = self._active()
         self.norm_in: Any = module.input_layernorm
         self.norm_middle: Any = module.post_attention_layernorm
         self.head_dim: int = attention.head_dim
@@ -115,6 +116,7 @@ class FusedLayer:
             fits = self.layer.training and adapted
         else:
             fits = "cu_seq_lens_q" in kwargs and (adapted or all(module.disable_adapters for module in self._lora))
+        fits = fits and self._active() == self._adapters  # another adapter may answer for a reference
         if position_embeddings is None or not fits or self._is_plain(kwargs):
             return self.own_forward(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -127,6 +129,9 @@ class FusedLayer:
         call = _Call(self, cos_TE, sin_TE, self._attention(attention_mask, kwargs), has_backward, adapted)
         trained = [weight for joined in self.joined for weight in joined.trained]
         return _FusedLayer.apply(hidden_states, call, *trained)
+
+    def _active(self) -> list[str]:
+        return [module.active_adapters[0] for module in self._lora]
 
     def release(self) -> None:
         """Give the layer's modules weights of their own again."""
