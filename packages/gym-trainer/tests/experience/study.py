@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -39,7 +40,10 @@ NUM_TRAIN, NUM_GATE, NUM_TEST = 60, 100, 200
 INSTRUCTION = "Answer the question. Show your working."
 HARMFUL = teacher.Faults(harmful=0.8)
 FAULTLESS = teacher.Faults(wrong=0.0, harmful=0.0, duplicate=0.0, overfitted=0.0)
-NO_GENERAL_HARM = teacher.Faults(harmful=0.0)
+CLEAR = student.Habits(hides=0.0)
+TRUE: dict[str, Any] = {"teacher_faults": FAULTLESS, "habits": CLEAR}
+"""Lessons that are nearly all true: nothing is spoilt, and no reason has to be guessed."""
+
 IN_MEMORY = Path("/dev/shm")
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -58,22 +62,21 @@ ARMS: dict[str, dict[str, Any]] = {
     "no answers: majority": {"ground_truth": "majority", "gate": {"held_out": False}},
     "no answers: majority, gate off": {"ground_truth": "majority", "gate": {"enabled": False}},
     "no answers: critique": {"ground_truth": "critique", "gate": {"enabled": False}},
-    # What keeps the arms without a gate from learning: the teacher's faults, its judgement, or the algorithm.
-    "gate off, faultless teacher": {"teacher_faults": FAULTLESS, "gate": {"enabled": False}},
-    "paper, faultless teacher": {"teacher_faults": FAULTLESS, "preset": "paper"},
-    "paper, no harmful lessons": {"teacher_faults": NO_GENERAL_HARM, "preset": "paper"},
-    "critique, faultless teacher": {
-        "teacher_faults": FAULTLESS,
+    # What keeps the arms without a gate from learning: the teacher's faults, the student's hidden reasons, which the
+    # teacher has to guess, or the algorithm.
+    "gate off, faultless teacher": {"gate": {"enabled": False}, "teacher_faults": FAULTLESS},
+    "gate off, clear student": {"gate": {"enabled": False}, "habits": CLEAR},
+    "true lessons, gate off": {"gate": {"enabled": False}, **TRUE},
+    "true lessons, critique": {"ground_truth": "critique", "gate": {"enabled": False}, **TRUE},
+    "true lessons, critique that can judge": {
         "ground_truth": "critique",
         "gate": {"enabled": False},
+        "service": "judging",
+        **TRUE,
     },
-    "critique, faultless teacher that can judge": {
-        "teacher_faults": FAULTLESS,
-        "ground_truth": "critique",
-        "gate": {"enabled": False},
-        "judges": True,
-    },
-    "critique, teacher that can judge": {"ground_truth": "critique", "gate": {"enabled": False}, "judges": True},
+    "true lessons, paper": {"preset": "paper", **TRUE},
+    "true lessons, paper, plain summaries": {"preset": "paper", "service": "plain summaries", **TRUE},
+    "paper, plain summaries": {"preset": "paper", "service": "plain summaries"},
 }
 
 
@@ -93,12 +96,31 @@ class JudgingService(Service):
         return super().complete({**body, "messages": messages})
 
 
+class PlainSummaries(Service):
+    """A teacher whose summaries do not say the grade again.
+
+    The frozen one ends them with "It is right.", and when it compares several takes that for the grade of the attempt
+    that follows: with a summary of every attempt it learns from grades that are shifted by one.
+    """
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer as the frozen world does, without that sentence."""
+        answer = super().complete(body)
+        message = answer["choices"][0]["message"]
+        message["content"] = re.sub(r"\nIt is (?:right|wrong)\.(?=\nUsed:)", "", message["content"])
+        return answer
+
+
+SERVICES = {"frozen": Service, "judging": JudgingService, "plain summaries": PlainSummaries}
+
+
 def train(
     seed: int,
     *,
     teacher_faults: teacher.Faults | None = None,
     shuffled: bool = False,
-    judges: bool = False,
+    service: str = "frozen",
+    habits: student.Habits | None = None,
     gate: dict[str, Any] | None = None,
     num_gate: int = NUM_GATE,
     **method: Any,
@@ -121,8 +143,10 @@ def train(
         options["num_train"] = NUM_TRAIN
         options["gate"].pop("share")
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
-        service = (JudgingService if judges else Service)(world, faults=teacher_faults or teacher.Faults())
-        report, run = run_in_process(Path(folder), service, **options)
+        endpoint = SERVICES[service](
+            world, habits=habits or student.Habits(), faults=teacher_faults or teacher.Faults()
+        )
+        report, run = run_in_process(Path(folder), endpoint, **options)
         return report, read_library(run.path / "experience"), world
 
 

@@ -124,7 +124,10 @@ def test_the_report_says_what_its_bound_is_a_bound_of(tmp_path: Path, finished) 
     tests = [step["gate"] for step in report["steps"] if step["gate"]]
     assert {each["test"] for each in tests} == {"sign"}
     assert all(each["accepted"] == (each["lower_bound"] > 0) for each in tests)
-    assert "sign test accepts" in by_sign.report_path("md").read_text(encoding="utf-8")
+    for suffix in ("md", "html"):
+        text = by_sign.report_path(suffix).read_text(encoding="utf-8")
+        assert "sign test accepts" in text
+        assert f"{tests[0]['alpha']:.4f}" in text
 
 
 def test_a_huge_report_still_fits_and_says_what_it_leaves_out(finished) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from gym_trainer.experience.report import GATE_TESTS
+
 MAX_BYTES = 300_000
 
 _STYLE = """
@@ -17,7 +19,7 @@ body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--bg);ma
 padding:0 1rem}
 table{margin:.8rem 0;border-collapse:collapse;font-size:.9rem;display:block;overflow-x:auto}
 td,th{border-bottom:1px solid var(--line);padding:.25rem .6rem;text-align:right;white-space:nowrap}
-td:first-child,th:first-child,td.text{text-align:left;white-space:normal}
+td:first-child,th:first-child,.text{text-align:left;white-space:normal}
 svg{max-width:100%;height:auto}svg text{fill:var(--ink);font:12px system-ui,sans-serif}
 .soft{color:var(--soft)}figure{margin:1rem 0}figcaption{color:var(--soft);font-size:.9rem}
 """
@@ -69,6 +71,8 @@ def _page(report: dict[str, Any], *, max_items: int, max_steps: int) -> str:
     steps = report["steps"][:max_steps]
     if steps:
         parts += ["<h2>Steps</h2>", _figure(_steps_plot(steps), _STEPS_CAPTION), _steps_table(steps)]
+        tests = sorted({step["gate"]["test"] for step in steps if step["gate"]})
+        parts += [f'<p class="soft">{escape(GATE_TESTS[test])}</p>' for test in tests]
     parts.append(f"<h2>Library: {len(library['items'])} items, {library['num_tokens']} tokens</h2>")
     items = library["items"][:max_items]
     measured = [item for item in items if item["worth"]]
@@ -183,7 +187,17 @@ def _steps_plot(steps: Sequence[dict[str, Any]]) -> str:
 
 def _steps_table(steps: Sequence[dict[str, Any]]) -> str:
     return _table(
-        ("step", "groups kept", "mean reward", "operations", "gate difference", "lower bound", "accepted", "items"),
+        (
+            "step",
+            "groups kept",
+            "mean reward",
+            "operations",
+            "gate difference",
+            "lower bound",
+            "level",
+            "accepted",
+            "items",
+        ),
         [
             (
                 step["step"] if step["kind"] == "batch" else step["kind"],
@@ -192,6 +206,7 @@ def _steps_table(steps: Sequence[dict[str, Any]]) -> str:
                 len(step["applied"]),
                 f"{step['gate']['mean_difference']:+.3f}" if step["gate"] else "",
                 f"{step['gate']['lower_bound']:+.3f}" if step["gate"] else "",
+                f"{step['gate']['alpha']:.4f}" if step["gate"] else "",
                 "yes" if step["accepted"] else "no",
                 step["num_items"],
             )
@@ -232,7 +247,10 @@ def _money(money: dict[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Any, *, text_columns: Sequence[int] = ()) -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    top = "".join(
+        f'<th class="text">{escape(name)}</th>' if n in text_columns else f"<th>{escape(name)}</th>"
+        for n, name in enumerate(head)
+    )
     body = "".join(
         "<tr>"
         + "".join(
