@@ -1,15 +1,15 @@
 """Many clients on one daemon for a long time, with kills at random moments when asked.
 
     python packages/gym-serve/tests/soak.py --minutes 10 --step-s 1 --tokens 10 --jobs-at-once 1 --job-step-ms 200
-    python packages/gym-serve/tests/soak.py --minutes 60 --kill-every-s 15 --clients 20 --watchers 5 --pause-s 2
+    python packages/gym-serve/tests/soak.py --minutes 60 --kill-every-s 25 --clients 12 --watchers 3 --pause-s 2 \
+        --job-steps 600 --people
 
-The first is the load of 200 streams and 50 watchers on one job, the second the soak.
-Clients stream answers whose text they know, of the base and of an adapter. A request ends in one of these ways:
-`right`; `refused`, with an error in the API's form, or `unreachable`, when nobody listens; `cut`, when the line broke
-and the client can tell; or `wrong`, which must not happen: another text with a good ending, or no end at all. Watchers
-follow every job over whatever breaks, and must see each event once. Kills are SIGKILL: of the daemon (then started
-again), the engine's process, a job's supervisor, or a job's own process. Every accepted job must succeed, with each of
-its steps in order, and its events must say what each kill did.
+The first is the load of 200 streams and 50 watchers on one job, the second the soak. Clients ask for answers whose
+text they know, of the base and of an adapter; with `--people` they are the official `openai` client and gym-sdk over
+gRPC and over HTTP, else plain HTTP that repeats nothing (`soak_clients.py` says how each request is counted). Watchers
+follow every job over whatever breaks, and must see each event once. The daemon runs with `--keep-running`. Kills are
+SIGKILL: of the daemon's process, the engine's process, a job's supervisor, or a job's own process. Every accepted job
+must succeed, with each of its steps in order, and its events must say what each kill did.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from daemon_process import STAND_IN_TRAINER, DaemonProcess
 from model_folder import write_adapter_folder, write_model
+from soak_clients import Client, Ending, OpenAIClient, PlainClient, SdkClient, ask, read
 
 from gym_sdk.client import AsyncGym
 from gym_sdk.client.errors import RemoteError
@@ -48,7 +49,6 @@ from gym_sdk.events import MetricEvent
 from gym_serve.jobs.supervisor import descendants, read_stat
 
 ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-ANSWER_TIMEOUT_S = 120.0
 VICTIMS = ("daemon", "engine", "supervisor", "job")
 _PAST_STARTUP = 0.2
 """The share of the time after which memory and latency are compared."""
@@ -67,7 +67,11 @@ class Findings:
     """What happened."""
 
     endings: Counter[str] = field(default_factory=Counter)
+    by_client: dict[str, Counter[str]] = field(default_factory=dict)
+    """The same by the client that asked."""
     wrong: list[str] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+    """What clients said of requests that failed or were cut."""
     kills: Counter[str] = field(default_factory=Counter)
     first_token_s: list[tuple[float, float]] = field(default_factory=list)
     """(when, how long) of each answer."""
@@ -79,10 +83,10 @@ class Findings:
     faults: list[str] = field(default_factory=list)
     """Of jobs and their events."""
 
-    @property
-    def share_answered_or_refused(self) -> float:
-        total = sum(self.endings.values())
-        return (total - self.endings["wrong"]) / total if total else 0.0
+    def share(self, *endings: Ending) -> float:
+        """The share of the requests that ended in one of these ways."""
+        total = self.endings.total()
+        return sum(self.endings[ending] for ending in endings) / total if total else 0.0
 
     def latency_growth(self) -> float:
         """The median time to the first token in the last quarter over that in the first one after the start."""
@@ -99,7 +103,11 @@ class Findings:
 
     def lines(self) -> list[str]:
         return [
-            f"requests: {dict(self.endings)}, {100 * self.share_answered_or_refused:.3f}% not wrong",
+            f"requests: {self.endings.total()} {dict(self.endings)}; "
+            f"{100 * self.share('right', 'refused'):.3f}% right or refused by the daemon, "
+            f"{100 * self.share('right', 'refused', 'cut'):.3f}% with streams that broke with a typed error",
+            *(f"  {name}: {dict(endings)}" for name, endings in self.by_client.items()),
+            *(f"  {count} x {what}" for what, count in self.failed.most_common(8)),
             f"jobs: {self.num_jobs}, events seen by watchers: {self.num_events_seen}, faults: {len(self.faults)}",
             f"kills: {dict(self.kills)}",
             f"at the end over the beginning: memory of the daemon x {self.memory_growth():.3f}, "
@@ -130,6 +138,7 @@ class Soak:
         job_steps: int = 120,
         job_step_ms: int = 20,
         jobs_at_once: int = 2,
+        people: bool = False,
         seed: int = 0,
     ) -> None:
         """It ends after `seconds`, but not before `num_kills`. Between two kills lie 0.3 s to twice `kill_every_s`;
@@ -140,6 +149,7 @@ class Soak:
         self._num_kills, self._kill_every_s = num_kills, kill_every_s
         self._seconds, self._pause_s, self._num_tokens = seconds, pause_s, num_tokens
         self._job_steps, self._job_step_ms, self._jobs_at_once = job_steps, job_step_ms, jobs_at_once
+        self._people = people
         self._chance = random.Random(seed)
         self._tls = ssl.create_default_context()  # made once: httpx wants one also where it is not used
         self._tuned: str | None = None
@@ -149,6 +159,7 @@ class Soak:
         self.daemon = DaemonProcess(
             folder / "data",
             str(model),
+            "--keep-running",
             engine="stand_in_engine:start_process",
             settings=f"{SETTINGS}[limits]\nrequests_per_minute = 1000000\nmax_streams_per_key = 1024\n",
             environment={"GYM_TEST_ADAPTER": str(self._adapter), "STAND_IN_STEP_S": str(step_s)},
@@ -161,7 +172,7 @@ class Soak:
         self._end = time.monotonic() + self._seconds
         try:
             async with (
-                AsyncGym(self.daemon.http_url, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym,
+                AsyncGym(self.daemon.grpc_target, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym,
                 asyncio.TaskGroup() as group,
             ):
                 for number in range(self._num_clients):
@@ -180,72 +191,58 @@ class Soak:
     def _goes_on(self) -> bool:
         return time.monotonic() < self._end or self.findings.kills.total() < self._num_kills
 
-    def _client(self) -> httpx.AsyncClient:
+    def _http(self) -> httpx.AsyncClient:
         """A client of its own: one pool of hundreds of connections looks all of them over for each request."""
         headers = {"authorization": f"Bearer {self.daemon.key}"}
-        return httpx.AsyncClient(
-            base_url=self.daemon.http_url, headers=headers, timeout=ANSWER_TIMEOUT_S, verify=self._tls
-        )
+        return httpx.AsyncClient(base_url=self.daemon.http_url, headers=headers, timeout=120.0, verify=self._tls)
+
+    def _client(self, number: int) -> tuple[str, Client]:
+        """The name of a client, and the client."""
+        if not self._people:
+            return "plain", PlainClient(self._http())
+        if number % 2 == 0:
+            return "openai", OpenAIClient(self.daemon.http_url, self.daemon.key)
+        if number % 4 == 1:
+            return "gym-sdk, gRPC", SdkClient(self.daemon.grpc_target, self.daemon.key)
+        return "gym-sdk, HTTP", SdkClient(self.daemon.http_url, self.daemon.key)
 
     async def _ask_forever(self, number: int) -> None:
         count = 0
-        async with self._client() as http:
+        name, client = self._client(number)
+        own = self.findings.by_client.setdefault(name, Counter())
+        try:
             while self._goes_on:
                 count += 1
-                ending = await self._ask(http, number, count)
+                ending = await self._ask(client, number, count)
                 self.findings.endings[ending] += 1
+                own[ending] += 1
                 if self._pause_s or ending != "right":
                     await asyncio.sleep(self._chance.uniform(0.5, 1.5) * self._pause_s or 0.2)
+        finally:
+            await client.close()
 
-    async def _ask(self, http: httpx.AsyncClient, number: int, count: int) -> str:
+    async def _ask(self, client: Client, number: int, count: int) -> Ending:
         model, say = "tiny", f"w{number}-{count}"
         word, content = say, f"say:{say}"
         if self._num_tokens:
             word, content = "x" * self._num_tokens, f"tokens:{self._num_tokens}"
         elif self._tuned is not None and self._chance.random() < 0.3:
             model, word, content = self._tuned, "tuned", "who are you"
-        body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": True}
         began = time.monotonic()
-        text, ended = "", False
-        try:
-            async with (
-                asyncio.timeout(ANSWER_TIMEOUT_S),
-                http.stream("POST", "/v1/chat/completions", json=body) as response,
-            ):
-                if response.status_code != 200:
-                    return self._refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if not line or data == "[DONE]":
-                        ended = ended or data == "[DONE]"
-                        continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        return "refused"
-                    delta = event["choices"][0]["delta"].get("content") or ""
-                    if delta and not text:
-                        self.findings.first_token_s.append((began, time.monotonic() - began))
-                    text += delta
-        except TimeoutError:
-            return self._wrong(f"{word}: no end in {ANSWER_TIMEOUT_S:.0f} s")
-        except httpx.ConnectError:
-            return "unreachable"
-        except httpx.HTTPError:
-            return "cut"
-        if not ended:
-            return "cut"
-        return "right" if text == word else self._wrong(f"{word}: got {text!r}")
 
-    def _refusal(self, status: int, content: bytes) -> str:
-        try:
-            message = json.loads(content)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            return self._wrong(f"status {status} without an error: {content[:100]!r}")
-        return "refused" if status in (429, 503) else self._wrong(f"status {status}: {message}")
+        def first_came() -> None:
+            self.findings.first_token_s.append((began, time.monotonic() - began))
 
-    def _wrong(self, what: str) -> str:
-        self.findings.wrong.append(what)
-        return "wrong"
+        if self._people and count % 5 == 0:
+            ending, what = await read(client)
+        else:
+            stream = not self._people or count % 2 == 1
+            ending, what = await ask(client, model, content, word, stream=stream, on_first=first_came)
+        if ending == "wrong":
+            self.findings.wrong.append(what)
+        elif ending in ("failed", "cut"):
+            self.findings.failed[f"{ending}: {what[:150]}"] += 1
+        return ending
 
     async def _run_jobs(self, gym: AsyncGym) -> None:
         """A few jobs at a time until the end, each followed by all watchers; every accepted one must end well."""
@@ -286,10 +283,10 @@ class Soak:
         while self._goes_on:
             await asyncio.sleep(min(2.0, self._seconds / 20 + 0.1))
             if self._kill_every_s is None and self.daemon.process is not None:
-                self.findings.resident_bytes.append(resident_bytes(self.daemon.process.pid))
+                self.findings.resident_bytes.append(resident_bytes(self._pids("daemon")[0]))
 
     async def _probe(self) -> None:
-        async with self._client() as http:
+        async with self._http() as http:
             while self._goes_on:
                 began = time.monotonic()
                 try:
@@ -308,16 +305,14 @@ class Soak:
                 continue  # no job runs at this moment, or no engine yet
             os.kill(self._chance.choice(pids), signal.SIGKILL)
             self.findings.kills[victim] += 1
-            if victim == "daemon":
-                await asyncio.to_thread(self.daemon.kill)
-                await asyncio.to_thread(self.daemon.start)
 
     def _pids(self, victim: str) -> list[int]:
         """The processes that play a part at this moment."""
         assert self.daemon.process is not None
-        below = descendants(self.daemon.process.pid)
+        keeper = self.daemon.process.pid
+        below = descendants(keeper)
         if victim == "daemon":
-            return [self.daemon.process.pid]
+            return [pid for pid in below if (stat := read_stat(pid)) is not None and stat.parent == keeper]
         if victim == "engine":
             return [pid for pid in below if "stand_in_worker" in _command_line(pid)]
         jobs = [int(path.read_text() or 0) for path in self.daemon.data_dir.glob("jobs/*/runs/*/pid")]
@@ -329,17 +324,18 @@ class Soak:
 
     async def _check_the_end(self) -> None:
         """What was accepted is there, and answers are right again."""
-        async with AsyncGym(self.daemon.http_url, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym:
+        async with AsyncGym(self.daemon.grpc_target, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym:
             num_known = len([job async for job in gym.jobs.list()])
             if num_known < self.findings.num_jobs:
                 self.findings.faults.append(f"{self.findings.num_jobs} jobs were accepted, {num_known} are known")
-        async with self._client() as http:
-            ending, deadline = "", time.monotonic() + 60
-            while ending != "right" and time.monotonic() < deadline:
-                ending = await self._ask(http, self._num_clients, 0)
-                await asyncio.sleep(0 if ending == "right" else 0.2)
-            if ending != "right":
-                self.findings.faults.append(f"the last request was {ending}")
+        _, client = self._client(0)
+        ending, deadline = "", time.monotonic() + 60
+        while ending != "right" and time.monotonic() < deadline:
+            ending = await self._ask(client, self._num_clients, 1)
+            await asyncio.sleep(0 if ending == "right" else 0.2)
+        await client.close()
+        if ending != "right":
+            self.findings.faults.append(f"the last request was {ending}")
 
 
 def _faults(seen: list[list[JobEvent]], done: JobInfo, steps: int) -> Iterator[str]:
@@ -414,6 +410,7 @@ def main() -> int:
     parser.add_argument("--job-steps", type=int, default=120, help="the most steps of a job")
     parser.add_argument("--job-step-ms", type=int, default=20, help="the time of a job's step")
     parser.add_argument("--jobs-at-once", type=int, default=2)
+    parser.add_argument("--people", action="store_true", help="clients as people use them, not plain HTTP")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -429,11 +426,12 @@ def main() -> int:
             job_steps=options.job_steps,
             job_step_ms=options.job_step_ms,
             jobs_at_once=options.jobs_at_once,
+            people=options.people,
             seed=options.seed,
         )
         findings = asyncio.run(soak.run())
     print("\n".join(findings.lines()))
-    failed = findings.faults or findings.share_answered_or_refused < 0.999
+    failed = findings.faults or findings.share("right", "refused", "cut") < 0.999
     growth = (findings.memory_growth(), findings.latency_growth(), findings.probe_growth())
     grew = options.kill_every_s is None and (growth[0] > 1.2 or max(growth[1:]) > 1.5)
     return 1 if failed or grew else 0

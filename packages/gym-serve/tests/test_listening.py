@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from gym_serve.daemon import _listen
+from gym_serve.listening import listen
 
 
 def test_no_token_waits_for_an_acknowledgement_of_the_one_before() -> None:
@@ -19,7 +19,7 @@ def test_no_token_waits_for_an_acknowledgement_of_the_one_before() -> None:
             found.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listening = _listen("127.0.0.1", 0)
+        listening = listen("127.0.0.1", 0)
         server = await asyncio.start_server(connected, sock=listening)
         async with server:
             _, writer = await asyncio.open_connection(*listening.getsockname())

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import json
 import logging
 import os
 import signal
-import socket
 import ssl
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
@@ -57,6 +55,7 @@ from gym_serve.launchers.base import Launcher
 from gym_serve.launchers.local import LocalLauncher
 from gym_serve.launchers.slurm import SlurmLauncher
 from gym_serve.limits import RateLimiter, StreamLimiter
+from gym_serve.listening import is_loopback, join_address, listen, port_taken, take_inherited
 from gym_serve.metrics import Metrics
 from gym_serve.model_store import ModelStore
 from gym_serve.serving import Presence, Serving, find_factory
@@ -81,7 +80,9 @@ class Daemon:
         environment_keys = take_environment_keys(os.environ)
         job_keys = JobKeys(data_dir / "jobs.secret")
         self.keyring: Keyring = Keyring(self.database, environment_keys, job_keys)
-        self._check_bind(environment_keys.values())
+        self._inherited = take_inherited(os.environ)
+        hosts = {settings.server.host, *(sock.getsockname()[0] for sock in self._inherited)}
+        self._check_bind(hosts, environment_keys.values())
         self.rates: RateLimiter = RateLimiter(settings.limits)
         self.streams: StreamLimiter = StreamLimiter(settings.limits)
         self.files: FileService = FileService(self.database, BlobStore(data_dir), settings.limits, settings.files)
@@ -175,12 +176,13 @@ class Daemon:
             metrics=self.metrics,
             max_message_bytes=self.settings.limits.max_request_bytes,
         )
-        sock = _listen(server.host, server.port)
+        sockets = self._inherited or [listen(server.host, server.port)]
         try:
-            grpc_port = await self._grpc.start(_address(server.host, server.grpc_port), certificate)
+            grpc_port = await self._grpc.start(join_address(server.host, server.grpc_port), certificate)
         except RuntimeError:
-            sock.close()
-            raise _port_taken(server.host, server.grpc_port, "--grpc-port") from None
+            for sock in sockets:
+                sock.close()
+            raise port_taken(server.host, server.grpc_port, "--grpc-port") from None
         self._http = _HttpServer(
             uvicorn.Config(
                 self.http_app(),
@@ -198,10 +200,11 @@ class Daemon:
                 ssl_keyfile=server.tls_key or None,
             )
         )
-        self._serving_http = asyncio.create_task(self._http.serve([sock]), name="http")
+        self._serving_http = asyncio.create_task(self._http.serve(sockets), name="http")
         scheme = "s" if certificate else ""
-        self.http_url = f"http{scheme}://{_address(server.host, sock.getsockname()[1])}"
-        self.grpc_target = f"grpc{scheme}://{_address(server.host, grpc_port)}"
+        http_host, http_port = sockets[0].getsockname()[:2]
+        self.http_url = f"http{scheme}://{join_address(http_host if self._inherited else server.host, http_port)}"
+        self.grpc_target = f"grpc{scheme}://{join_address(server.host, grpc_port)}"
         await self._grpc.set_serving(True)
         await self.runner.recover()
         self._background.append(asyncio.create_task(self.files.collect_forever(), name="collect"))
@@ -257,9 +260,9 @@ class Daemon:
         except GymError as error:
             logger.error("%s cannot be served: %s", model.id, error)
 
-    def _check_bind(self, environment_keys: Iterable[Key]) -> None:
-        host = self.settings.server.host
-        if _is_loopback(host):
+    def _check_bind(self, hosts: Iterable[str], environment_keys: Iterable[Key]) -> None:
+        host = next((host for host in hosts if not is_loopback(host)), None)
+        if host is None:
             return
         made = [key for key in self.database.write_now(list_keys) if key.revoked_at is None and key.name != "local"]
         if not made and not list(environment_keys):
@@ -345,40 +348,6 @@ def _take(data_dir: Path) -> IO[str]:
             hint="stop it, or give this one a directory of its own with --data-dir",
         ) from None
     return file
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # The protocol is named because only then does asyncio switch Nagle's algorithm off, which holds a token back
-        # until the client has acknowledged the one before: up to 40 ms.
-        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except socket.gaierror as error:
-        raise UserError(f"{host} is no address of this machine: {error.strerror}", hint="--host 127.0.0.1") from None
-    except OSError:
-        raise _port_taken(host, port, "--port") from None
-    return sock
-
-
-def _port_taken(host: str, port: int, option: str) -> UserError:
-    return UserError(
-        f"port {port} of {host} is in use, or may not be used", hint=f"{option} takes another one; 0 finds a free one"
-    )
 
 
 def _certificate(settings: Settings) -> tuple[bytes, bytes] | None:

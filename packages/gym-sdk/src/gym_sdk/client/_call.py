@@ -15,6 +15,8 @@ from gym_sdk.client.errors import RemoteError, Unavailable, remote_error
 from gym_sdk.client.settings import Settings
 
 DETAILS_KEY = "grpc-status-details-bin"
+NO_CONNECTION = "failed to connect to all addresses"
+"""How gRPC's core (pick_first) begins its message when it had no connection to send a call on."""
 HTTP_CODES = {
     400: "INTERNAL",
     401: "UNAUTHENTICATED",
@@ -60,12 +62,12 @@ def grpc_failure(error: Any, request_id: str, settings: Settings) -> RemoteError
     details = _status_details(trailers.get(DETAILS_KEY))
     message = error.details() or ""
     if code == "UNAVAILABLE" and not details:
-        return cannot_reach(settings, message, request_id)
+        return cannot_reach(settings, message, request_id, never_sent=message.startswith(NO_CONNECTION))
     return remote_error(code, message, request_id=request_id, details=details)
 
 
-def cannot_reach(settings: Settings, problem: str, request_id: str) -> Unavailable:
-    """Nobody answers there."""
+def cannot_reach(settings: Settings, problem: str, request_id: str, *, never_sent: bool = False) -> Unavailable:
+    """Nobody answers there, or no longer."""
     brief = " ".join(problem.split())
     if "Connection refused" in brief:
         brief = "connection refused"
@@ -73,12 +75,14 @@ def cannot_reach(settings: Settings, problem: str, request_id: str) -> Unavailab
         hint = "start one with `gym serve`, or name another with --base-url, GYM_BASE_URL or a profile"
     else:
         hint = f"the address is from {settings.origin}; is the daemon running, and does a firewall let you through?"
-    return Unavailable(
+    error = Unavailable(
         f"no daemon answers at {settings.base_url}" + (f" ({brief[:200]})" if brief else ""),
         code="UNAVAILABLE",
         request_id=request_id,
         hint=hint,
     )
+    error.never_sent = never_sent
+    return error
 
 
 def connect_failure(status: int, body: bytes, request_id: str) -> RemoteError:

@@ -23,6 +23,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
+    # A daemon that restarts is back in seconds; by default gRPC tries after 1, 1.6, 2.6 ... 120 s.
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.min_reconnect_backoff_ms", 250),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     # Retries are the client's own: it knows which calls are safe to repeat.
     ("grpc.enable_retries", 0),
 )

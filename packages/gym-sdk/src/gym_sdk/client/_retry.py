@@ -17,15 +17,18 @@ REFUSED_BEFORE_WORK = frozenset({"ENGINE_DOWN", "DRAINING", "RATE_LIMITED"})
 
 @dataclass(frozen=True)
 class Repeat:
-    """Whether sending a call twice does no more than sending it once."""
+    """What is done about a call that may have been half done when its line broke."""
 
-    safe: bool
+    most: int | None
+    """How often it is sent again; None for as long as its deadline allows."""
 
 
-SAFE = Repeat(safe=True)
-"""Reads, and creates that carry a request id."""
-UNSAFE = Repeat(safe=False)
-"""Generation costs, and may have been half done when the line broke."""
+SAFE = Repeat(most=None)
+"""Reads, and creates that carry a request id: sending them twice does no more than sending them once."""
+COSTLY = Repeat(most=2)
+"""Generation: it changes nothing, but costs. As often as OpenAI's own client."""
+UNSAFE = Repeat(most=0)
+"""What changes something each time."""
 
 
 class Backoff:
@@ -47,11 +50,16 @@ class Backoff:
         return max(own_s, error.retry_after_s or 0.0)
 
 
-def may_repeat(error: RemoteError, repeat: Repeat) -> bool:
-    """Whether a failed call may be sent again."""
-    if error.reason in REFUSED_BEFORE_WORK:
+def may_repeat(error: RemoteError, repeat: Repeat, num_broken: int = 0) -> bool:
+    """Whether a failed call may be sent again, when its line broke `num_broken` times before."""
+    if was_not_begun(error):
         return True
-    return repeat.safe and isinstance(error, Unavailable)
+    return isinstance(error, Unavailable) and (repeat.most is None or num_broken < repeat.most)
+
+
+def was_not_begun(error: RemoteError) -> bool:
+    """Whether the daemon has done nothing for the call: it refused it at once, or was never reached."""
+    return error.reason in REFUSED_BEFORE_WORK or (isinstance(error, Unavailable) and error.never_sent)
 
 
 def may_reconnect(error: RemoteError) -> bool:

@@ -111,6 +111,9 @@ class LimitExceeded(RemoteError):
 class Unavailable(RemoteError):
     """The daemon or its engine cannot be reached now."""
 
+    never_sent: bool = False
+    """No connection was made, so the daemon has seen nothing of the call."""
+
 
 class TimedOut(RemoteError):
     """The deadline is over."""

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gym_serve import logs
+from gym_serve import keeper, logs
+from gym_serve.listening import are_inherited
 from gym_serve.settings import load_settings, render_settings
 
 
@@ -26,6 +27,9 @@ def serve(
     dtype: Annotated[
         str | None, Parameter(help="Precision of the weights: auto, float32, bfloat16 or float16.")
     ] = None,
+    keep_running: Annotated[
+        bool, Parameter(help="Start the daemon again whenever it dies; connections wait meanwhile.")
+    ] = False,
     print_settings: Annotated[bool, Parameter(help="Write every setting with its documentation, and end.")] = False,
 ) -> int:
     """Serve a model and its adapters, and run fine-tuning jobs, over HTTP (OpenAI's API) and gRPC.
@@ -45,11 +49,13 @@ def serve(
     if print_settings:
         sys.stdout.write(render_settings(loaded))
         return 0
+    logs.configure(loaded.log)
+    if keep_running and not are_inherited(os.environ):
+        return keeper.keep_running(loaded.server.host, loaded.server.port)
     # gRPC's own lines on stderr say in other words what the daemon reports.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # After the settings were found right: it loads both servers.
     from gym_serve.daemon import run
 
-    logs.configure(loaded.log)
     asyncio.run(run(loaded))
     return 0

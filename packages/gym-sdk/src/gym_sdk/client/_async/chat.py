@@ -9,7 +9,7 @@ from typing import Self, Unpack
 from gym_sdk._proto.gym.v1 import inference_pb2 as pb
 from gym_sdk.client._async.caller import AsyncCaller
 from gym_sdk.client._chat_convert import MessageInput, chat_chunk, chat_completion, chat_input
-from gym_sdk.client._retry import UNSAFE
+from gym_sdk.client._retry import COSTLY
 from gym_sdk.client.chat_types import ChatChunk, ChatCollector, ChatCompletion, ChatOptions
 
 CHAT_TIMEOUT_S = 600.0
@@ -31,15 +31,15 @@ class AsyncChat:
     ) -> ChatCompletion:
         """The whole answer to a chat: `(await gym.chat.create("base", "Hello")).text`.
 
-        `messages` is one user turn's text, or turns as ChatMessage or as `openai`-style dicts. Sent again only where
-        the daemon has not begun: generation costs.
+        `messages` is one user turn's text, or turns as ChatMessage or as `openai`-style dicts. Sent again where the
+        daemon has not begun, and twice more where the line broke: generation changes nothing, but costs.
         """
         request = pb.CreateChatCompletionRequest(input=chat_input(model, messages, **options))
         answer = await self._caller.unary(
             "InferenceService/CreateChatCompletion",
             request,
             pb.CreateChatCompletionResponse,
-            repeat=UNSAFE,
+            repeat=COSTLY,
             timeout_s=timeout_s,
         )
         return chat_completion(answer)
@@ -54,13 +54,19 @@ class AsyncChat:
     ) -> AsyncChatStream:
         """The answer in pieces as it is made. Closing the stream ends the generation.
 
+        Until its first piece has come it is sent again as `create` is; after that a broken line is `Unavailable`.
+
         async with gym.chat.stream("base", "Hello") as stream:
             async for chunk in stream:
                 print(chunk.text, end="")
         """
         request = pb.StreamChatCompletionRequest(input=chat_input(model, messages, **options))
         messages_ = self._caller.stream(
-            "InferenceService/StreamChatCompletion", request, pb.StreamChatCompletionResponse, timeout_s=timeout_s
+            "InferenceService/StreamChatCompletion",
+            request,
+            pb.StreamChatCompletionResponse,
+            repeat=COSTLY,
+            timeout_s=timeout_s,
         )
         return AsyncChatStream(messages_)
 
@@ -79,6 +85,7 @@ class AsyncChatStream:
     def __init__(self, messages: AsyncIterator[pb.StreamChatCompletionResponse]) -> None:
         self._messages = messages
         self._collector = ChatCollector()
+        self._closed = False
 
     async def __aiter__(self) -> AsyncIterator[ChatChunk]:
         try:
@@ -99,7 +106,10 @@ class AsyncChatStream:
 
     async def close(self) -> None:
         """End the generation."""
-        await self._messages.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        # Python may end the iteration of a loop that was left by an error while the context manager closes the stream.
+        if not self._closed:
+            self._closed = True
+            await self._messages.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
     async def collect(self) -> ChatCompletion:
         """Read to the end; returns the whole answer."""

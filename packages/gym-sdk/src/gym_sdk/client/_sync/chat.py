@@ -9,7 +9,7 @@ from typing import Self, Unpack
 
 from gym_sdk._proto.gym.v1 import inference_pb2 as pb
 from gym_sdk.client._chat_convert import MessageInput, chat_chunk, chat_completion, chat_input
-from gym_sdk.client._retry import UNSAFE
+from gym_sdk.client._retry import COSTLY
 from gym_sdk.client._sync.caller import Caller
 from gym_sdk.client.chat_types import ChatChunk, ChatCollector, ChatCompletion, ChatOptions
 
@@ -32,15 +32,15 @@ class Chat:
     ) -> ChatCompletion:
         """The whole answer to a chat: `(gym.chat.create("base", "Hello")).text`.
 
-        `messages` is one user turn's text, or turns as ChatMessage or as `openai`-style dicts. Sent again only where
-        the daemon has not begun: generation costs.
+        `messages` is one user turn's text, or turns as ChatMessage or as `openai`-style dicts. Sent again where the
+        daemon has not begun, and twice more where the line broke: generation changes nothing, but costs.
         """
         request = pb.CreateChatCompletionRequest(input=chat_input(model, messages, **options))
         answer = self._caller.unary(
             "InferenceService/CreateChatCompletion",
             request,
             pb.CreateChatCompletionResponse,
-            repeat=UNSAFE,
+            repeat=COSTLY,
             timeout_s=timeout_s,
         )
         return chat_completion(answer)
@@ -55,13 +55,19 @@ class Chat:
     ) -> ChatStream:
         """The answer in pieces as it is made. Closing the stream ends the generation.
 
+        Until its first piece has come it is sent again as `create` is; after that a broken line is `Unavailable`.
+
         with gym.chat.stream("base", "Hello") as stream:
             for chunk in stream:
                 print(chunk.text, end="")
         """
         request = pb.StreamChatCompletionRequest(input=chat_input(model, messages, **options))
         messages_ = self._caller.stream(
-            "InferenceService/StreamChatCompletion", request, pb.StreamChatCompletionResponse, timeout_s=timeout_s
+            "InferenceService/StreamChatCompletion",
+            request,
+            pb.StreamChatCompletionResponse,
+            repeat=COSTLY,
+            timeout_s=timeout_s,
         )
         return ChatStream(messages_)
 
@@ -78,6 +84,7 @@ class ChatStream:
     def __init__(self, messages: Iterator[pb.StreamChatCompletionResponse]) -> None:
         self._messages = messages
         self._collector = ChatCollector()
+        self._closed = False
 
     def __iter__(self) -> Iterator[ChatChunk]:
         try:
@@ -98,7 +105,10 @@ class ChatStream:
 
     def close(self) -> None:
         """End the generation."""
-        self._messages.close()  # pyright: ignore[reportAttributeAccessIssue]
+        # Python may end the iteration of a loop that was left by an error while the context manager closes the stream.
+        if not self._closed:
+            self._closed = True
+            self._messages.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def collect(self) -> ChatCompletion:
         """Read to the end; returns the whole answer."""

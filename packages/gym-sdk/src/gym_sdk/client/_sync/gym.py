@@ -33,8 +33,8 @@ class Gym:
     Where the daemon is and which key opens it comes from the arguments, else from `GYM_BASE_URL`, `GYM_API_KEY` and
     `GYM_PROFILE`, else from the profile file, else it is this machine's own daemon. Nothing is sent before the first
     call. `timeout_s` is the whole time that a call may take, repetitions included; `connect_timeout_s` how long it
-    tries a daemon that does not answer at all. `patience_s` is how long what may take hours (events, logs, downloads,
-    `wait`) puts up with a daemon that is gone.
+    tries a daemon that has never answered (one that has is given a minute to start again). `patience_s` is how long
+    what may take hours (events, logs, downloads, `wait`) puts up with a daemon that is gone.
     """
 
     def __init__(

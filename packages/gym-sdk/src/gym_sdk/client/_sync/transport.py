@@ -150,6 +150,7 @@ class HttpTransport:
 
         self._settings = settings
         self._httpx = httpx
+        self._unconnected = (httpx.ConnectError, httpx.ConnectTimeout)
         verify: Any = True
         if settings.ca_certificate:
             import ssl
@@ -177,6 +178,8 @@ class HttpTransport:
                 headers=own,
                 timeout=self._httpx.Timeout(timeout_s, connect=min(20.0, timeout_s or 20.0)),
             )
+        except self._unconnected as error:
+            raise cannot_reach(self._settings, str(error), headers.request_id, never_sent=True) from None
         except self._httpx.TimeoutException:
             raise _timed_out(timeout_s, headers) from None
         except self._httpx.TransportError as error:
@@ -227,6 +230,8 @@ class HttpTransport:
                             return
                         yield response_type.FromString(content)
                 raise cannot_reach(self._settings, "the stream broke off", request_id)
+        except self._unconnected as error:
+            raise cannot_reach(self._settings, str(error), headers.request_id, never_sent=True) from None
         except self._httpx.TimeoutException:
             raise cannot_reach(self._settings, "the stream fell silent", headers.request_id) from None
         except self._httpx.TransportError as error:
