@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import math
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from gym_sdk_fakes.daemon import KEY, Daemon
 from gym_sdk_fakes.refusal import CUT, Code, Refusal
-from gym_sdk_fakes.servers import serve_grpc
+from gym_sdk_fakes.servers import serve_connect, serve_grpc
 
 from gym_sdk._proto.gym.v1 import jobs_pb2
 from gym_sdk.client import AsyncGym, Gym, _retry
+from gym_sdk.client._retry import may_repeat
 from gym_sdk.client.errors import (
     AuthenticationFailed,
     Conflict,
     InvalidRequest,
     LimitExceeded,
     NotFound,
+    RemoteError,
     ServerFault,
     TimedOut,
     Unavailable,
@@ -114,17 +121,79 @@ def test_a_repeated_create_makes_one_job(gym: Gym, daemon: Daemon, spec_path: Pa
     assert list(daemon.jobs) == [job.id]
 
 
-@pytest.mark.parametrize("method", ["CreateChatCompletion", "ResumeJob", "CreateKey"])
+@pytest.mark.parametrize("method", ["ResumeJob", "CreateKey"])
 def test_what_must_not_happen_twice_is_not_repeated(gym: Gym, daemon: Daemon, spec_path: Path, method: str) -> None:
     job_id = submitted(gym, spec_path)
     daemon.fail(method, CUT)
     with pytest.raises(Unavailable):
         {
-            "CreateChatCompletion": lambda: gym.chat.create("base", "hello"),
             "ResumeJob": lambda: gym.jobs.resume(job_id),
             "CreateKey": lambda: gym.keys.create("x"),
         }[method]()
     assert daemon.count(method) == 1
+
+
+def test_an_answer_that_was_cut_is_asked_for_twice_more(gym: Gym, daemon: Daemon) -> None:
+    """Generation changes nothing, but costs."""
+    daemon.fail("CreateChatCompletion", CUT, times=2)
+    assert gym.chat.create("base", "hello").text == "hello"
+    daemon.fail("CreateChatCompletion", CUT, times=5)
+    with pytest.raises(Unavailable):
+        gym.chat.create("base", "hello")
+    assert daemon.count("CreateChatCompletion") == 3 + 3
+
+
+def test_a_streamed_answer_is_asked_for_again_until_its_first_piece_has_come(gym: Gym, daemon: Daemon) -> None:
+    daemon.fail("StreamChatCompletion", CUT, times=2)
+    assert gym.chat.stream("base", "a b c").collect().text == "a b c"
+    assert daemon.count("StreamChatCompletion") == 3
+    daemon.fail("StreamChatCompletion", CUT, after_messages=2)
+    stream = gym.chat.stream("base", "a b c")
+    with pytest.raises(Unavailable) as caught:
+        stream.collect()
+    assert (stream.so_far().text, caught.value.never_sent) == ("a b", False)
+    assert daemon.count("StreamChatCompletion") == 4
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_what_was_never_sent_is_sent_when_the_daemon_is_there(
+    scheme: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what must not happen twice: no connection, so nothing has happened."""
+    monkeypatch.setattr(_retry, "FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr(_retry, "LARGEST_DELAY_S", 0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    refused = threading.Event()
+    asked = may_repeat
+
+    def seen(error: RemoteError, *rest: object) -> bool:
+        assert isinstance(error, Unavailable)
+        assert error.never_sent
+        refused.set()
+        return asked(error, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("gym_sdk.client._sync.caller.may_repeat", seen)
+    with Gym(f"{scheme}://127.0.0.1:{port}", api_key=KEY, timeout_s=30) as gym, ThreadPoolExecutor() as pool:
+        made = pool.submit(gym.keys.create, "seat 7")
+        assert refused.wait(timeout=30)
+        server, _ = (serve_grpc if scheme == "grpc" else serve_connect)(daemon, port)
+        try:
+            assert made.result(timeout=30)[0].name == "seat 7"
+        finally:
+            server.stop(grace=None) if isinstance(server, grpc.Server) else server.shutdown()
+    assert daemon.count("CreateKey") == 1
+
+
+def test_a_daemon_that_has_answered_is_given_time_to_start_again(base_url: str, daemon: Daemon) -> None:
+    with Gym(base_url, api_key=KEY, connect_timeout_s=0.0) as gym:
+        daemon.fail("GetServerInfo", CUT)
+        with pytest.raises(Unavailable):
+            gym.server_info()
+        assert gym.server_info().can_train
+        daemon.fail("GetServerInfo", CUT, times=5)
+        assert gym.server_info().can_train
 
 
 @pytest.mark.parametrize(
@@ -407,6 +476,24 @@ def test_the_asynchronous_client_makes_the_whole_journey(
                 await gym.jobs.get("job-9")
 
     asyncio.run(journey())
+
+
+def test_an_error_in_the_loop_over_a_stream_is_all_that_is_raised(base_url: str) -> None:
+    faults: list[dict[str, object]] = []
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        async with AsyncGym(base_url, api_key=KEY) as gym:
+            with contextlib.suppress(KeyError):
+                async with gym.chat.stream("base", "a b c") as stream:
+                    async for _ in stream:
+                        raise KeyError
+            gc.collect()
+            await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    gc.collect()
+    assert faults == []
 
 
 def test_a_client_may_be_made_outside_of_the_event_loop(grpc_url: str) -> None:

@@ -4,7 +4,8 @@ A step takes `STAND_IN_STEP_S`; an idle engine begins one when a request comes, 
 
 The prompt's text may hold directives: `say:WORD` answers WORD (else: the adapter's own word, else `base`), `tokens:N`
 answers N words `0 1 2 ...`, `digest` answers `prompt_digest` of the prompt's ids, `crash` fails the whole engine,
-`hang` never ends. Tokens are the bytes of a byte-level tokenizer (see `model_folder`).
+`hang` never ends; `cached:N` says that N tokens of the prompt were read before.
+Tokens are the bytes of a byte-level tokenizer (see `model_folder`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
+    PromptRead,
+    StreamItem,
     Token,
     TokenStream,
     check_adapter,
@@ -87,6 +90,8 @@ class StandInEngine:
             raise EngineError("the stand-in has crashed")
         stream = TokenStream(request, self.abort)
         ids = self._answer(request)
+        if match := re.search(r"cached:(\d+)", self._tokenizer.decode(list(request.prompt_ids))):
+            stream.put([PromptRead(int(match.group(1)))])
         with self._lock:
             self._open[request.id] = (stream, ids, 0)
             self._counts["prompt"] += len(request.prompt_ids)
@@ -164,7 +169,7 @@ class StandInEngine:
         token_id = ids[done]
         done += 1
         logprob = -0.5 if request.top_logprobs is not None else None
-        out: list[Token | Finish] = [Token(token_id, logprob, ((token_id, -0.5),) if request.top_logprobs else ())]
+        out: list[StreamItem] = [Token(token_id, logprob, ((token_id, -0.5),) if request.top_logprobs else ())]
         ended = token_id in request.stop_ids or done == request.max_tokens
         if ended:
             reason = "stop" if token_id in request.stop_ids else "length"

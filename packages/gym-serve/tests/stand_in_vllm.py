@@ -160,6 +160,16 @@ class StandInVllm:
                 yield f"data: {json.dumps(chunk)}\n\n"
                 if finish:
                     break
+            if (body.get("stream_options") or {}).get("include_usage"):
+                usage = {
+                    "prompt_tokens": len(body["prompt"]),
+                    "completion_tokens": count,
+                    "total_tokens": len(ids),
+                    "prompt_tokens_details": {"cached_tokens": len(body["prompt"]) // 16 * 16},
+                }
+                chunk = {"id": "cmpl-1", "model": body["model"], "choices": [], "usage": usage}
+                check("CompletionStreamResponse", chunk)
+                yield f"data: {json.dumps(chunk)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             self.num_open -= 1

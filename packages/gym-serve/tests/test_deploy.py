@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def test_the_unit_starts_the_daemon_and_leaves_its_jobs_running() -> None:
     assert service["KillMode"] == "process", "supervisors outlive the daemon"
     assert service["RestartPreventExitStatus"] == "2", "a mistake in the settings is not mended by starting again"
     assert float(service["TimeoutStopSec"]) > Settings().server.drain_timeout_s
+    socket = configparser.ConfigParser(strict=False, interpolation=None)
+    socket.read_string((DEPLOY / "systemd" / "gym-serve.socket").read_text(encoding="utf-8"))
+    assert socket["Socket"]["ListenStream"] == f"{Settings().server.host}:{Settings().server.port}"
+    assert "gym-serve.socket" in unit["Unit"]["Wants"].split()
     assert service["ReadWritePaths"] == command[command.index("--data-dir") + 1]
 
 
@@ -38,6 +43,8 @@ def test_the_container_is_built_from_what_is_here_and_asks_for_keys() -> None:
     server = Settings().server
     assert f"EXPOSE {server.port} {server.grpc_port}" in text
     assert f"http://127.0.0.1:{server.port}/healthz" in text
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    assert {word for word in json.loads(entrypoint)[2:] if word.startswith("--")} == {"--keep-running"} <= OPTIONS
     (service,) = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"].values()
     assert (DEPLOY / "docker" / service["build"]["context"]).resolve() == DEPLOY.parent
     assert (DEPLOY.parent / service["build"]["dockerfile"]).is_file()

@@ -59,6 +59,16 @@ def test_tokens_equal_those_of_the_engine_itself(engine: RemoteEngine, tmp_path:
         engine.submit(requests[1])
 
 
+def test_what_of_a_prompt_was_read_before_is_told(engine: RemoteEngine) -> None:
+    (prompt,) = tiny.prompts(1, seed=21, low=40, high=41)
+    counts = []
+    for _ in range(2):
+        stream = engine.submit(request(prompt, max_tokens=4))
+        stream.completion()
+        counts.append(stream.num_cached_tokens)
+    assert counts == [0, len(prompt) - 1], "the last one is read in any case"
+
+
 def test_all_settings_travel(engine: RemoteEngine) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=20, seed=2**40, logit_bias={5: -100.0, 7: 1.5})
     sent = request([4, 5], sampling=sampling, stop_ids=frozenset([9, 3]), top_logprobs=2, max_tokens=None)

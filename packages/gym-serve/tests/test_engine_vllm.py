@@ -78,6 +78,7 @@ def test_every_setting_of_a_request_arrives(engine: VllmEngine, server: ServerTh
         "ignore_eos": True,
         "n": 1,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "temperature": 0.7,
         "top_p": 0.9,
@@ -102,6 +103,9 @@ def test_tokens_come_as_the_server_said_them(engine: VllmEngine) -> None:
     assert (token.logprob, [token_id for token_id, _ in token.top]) == (-3.5, [10, 11])
     assert token.top[0][1] > token.top[1][1] > -3.5
     assert engine.submit(ask([10], top_logprobs=0, max_tokens=1)).completion().tokens[0].top == ()
+    stream = engine.submit(ask([10] * 40))
+    stream.completion()
+    assert stream.num_cached_tokens == 32
 
 
 def test_the_end_of_a_connection_is_the_end_of_its_request(engine: VllmEngine, server: ServerThread) -> None:

@@ -260,6 +260,26 @@ def test_a_request_that_is_sent_again_makes_one_job_and_one_file(daemon: DaemonP
         assert http.post("/v1/files", **form).json()["id"] != file.id
 
 
+def test_what_of_a_prompt_was_read_before_is_told(client: openai.OpenAI) -> None:
+    """Also where a stop string ends the answer, and once for several answers to one prompt."""
+    for content, options in (
+        ("cached:17 say:yes", {}),
+        ("cached:17 say:yesENDno", {"stop": "END"}),
+        ("cached:17", {"n": 3}),
+    ):
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": content}], **options}
+        usage = client.chat.completions.create(**asked).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 17
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        assert list(stream)[-1].usage == usage
+    usage = client.completions.create(model="tiny", prompt=["user\ncached:5", "user\ncached:6"]).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 11
+
+
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt=["user\nsay:one", "user\nsay:two"], max_tokens=8, n=2)
     assert [choice.text for choice in answer.choices] == ["one", "one", "two", "two"]

@@ -45,16 +45,19 @@ def test_the_turns_of_a_chat_are_read_once(kind: str) -> None:
     model = tiny_model(kind, **MODELS[kind])
     first, more, last = prompts(3, seed=8, low=30, high=36)
     with TransformersEngine(tiny_model(kind, **MODELS[kind]), max_slots=4, prefix_share=0.5) as engine:
-        chat = list(first)
+        chat, cached = list(first), []
         for turn in (more, last, []):
             expected = greedy_reference(model, chat, 10)
-            assert engine.submit(ask(chat)).completion().token_ids == expected
+            stream = engine.submit(ask(chat))
+            assert stream.completion().token_ids == expected
+            cached.append(stream.num_cached_tokens)
             chat += [*expected, *turn]
         stats = engine.stats()
     # The second and third prompts are the first and its answer, and more: only what is new was read, and the last
     # token of an answer, which nothing had to follow.
     assert stats.num_prompt_tokens == len(first) + (1 + len(more)) + (1 + len(last))
-    assert stats.num_reused_tokens == (len(first) + 9) + (len(first) + 10 + len(more) + 9)
+    assert cached == [0, len(first) + 9, len(first) + 10 + len(more) + 9]
+    assert stats.num_reused_tokens == sum(cached)
 
 
 def test_a_beginning_that_is_being_read_is_waited_for() -> None:
@@ -93,10 +96,17 @@ def test_a_small_memory_preempts_and_evicts_and_loses_nothing() -> None:
     (common,) = prompts(1, seed=12, low=40, high=41)
     batch = [ask([*common, *end], max_tokens=30) for end in prompts(6, seed=13, low=10, high=30)]
     expected = [greedy_reference(tiny_model(), list(request.prompt_ids), 30) for request in batch]
-    memory = 800 * BYTES_A_TOKEN
+    memory = 400 * BYTES_A_TOKEN
     with TransformersEngine(tiny_model(), max_slots=6, kv_cache_bytes=memory, prefix_share=0.25) as engine:
         for _ in range(2):
-            assert [done.token_ids for done in generate_all(engine, batch)] == expected
+            streams = [engine.submit(request) for request in batch]
+            assert [stream.completion().token_ids for stream in streams] == expected
+            # A request that gave way takes its own tokens over again, which are not counted as the prompt's.
+            assert all(
+                stream.num_cached_tokens < len(request.prompt_ids)
+                for stream, request in zip(streams, batch, strict=True)
+            )
+        assert engine.stats().num_preemptions > 0
 
 
 def test_the_least_recently_used_gives_way() -> None:

@@ -39,7 +39,7 @@ SERVICES = {
 }
 
 
-def serve_grpc(daemon: Daemon) -> tuple[grpc.Server, int]:
+def serve_grpc(daemon: Daemon, port: int = 0) -> tuple[grpc.Server, int]:
     """Answer over gRPC; returns the server and its port."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=SERVER_OPTIONS)
     for name, (descriptor, add) in SERVICES.items():
@@ -49,7 +49,7 @@ def serve_grpc(daemon: Daemon) -> tuple[grpc.Server, int]:
                 _stream(daemon, method.name) if method.server_streaming else _unary(daemon, method.name)
             )
         add(type(name, (), methods)(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     return server, port
 
@@ -86,7 +86,7 @@ def _stream(daemon: Daemon, method: str) -> Any:
     return call
 
 
-def serve_connect(daemon: Daemon) -> tuple[ThreadingHTTPServer, int]:
+def serve_connect(daemon: Daemon, port: int = 0) -> tuple[ThreadingHTTPServer, int]:
     """Answer over HTTP/1.1 by the Connect protocol; returns the server and its port."""
     methods = {
         f"/gym.v1.{service}/{method.name}": method
@@ -153,7 +153,7 @@ def serve_connect(daemon: Daemon) -> tuple[ThreadingHTTPServer, int]:
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
             self.wfile.flush()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     return server, server.server_address[1]

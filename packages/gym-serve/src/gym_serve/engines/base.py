@@ -154,12 +154,24 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRead:
+    """The prompt has been read. Comes before the first token, where the engine has something to say."""
+
+    num_cached_tokens: int
+    """Tokens of the prompt that were not read again, because another request had begun with them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """How a stream ended."""
 
     reason: FinishReason
     num_prompt_tokens: int
     num_tokens: int
+
+
+StreamItem = PromptRead | Token | Finish | GymError
+"""What happens to a request. Finish or an error comes last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,17 +192,19 @@ class TokenStream:
     def __init__(self, request: GenerationRequest, abort: Callable[[str], None]) -> None:
         self.request = request
         self.finish: Finish | None = None
+        self.num_cached_tokens: int = 0
+        """See `PromptRead`; known when the first token is."""
         self._abort = abort
-        self._items: deque[Token | Finish | GymError] = deque()
+        self._items: deque[StreamItem] = deque()
         self._ready = threading.Condition()
         self._wake: Callable[[], object] | None = None
-        self._forward: Callable[[Sequence[Token | Finish | GymError]], None] | None = None
+        self._forward: Callable[[Sequence[StreamItem]], None] | None = None
 
     def abort(self) -> None:
         """Stop generating within a step. The stream then ends with reason `abort`."""
         self._abort(self.request.id)
 
-    def put(self, items: Iterable[Token | Finish | GymError]) -> None:
+    def put(self, items: Iterable[StreamItem]) -> None:
         """For engines: append what happened. Finish or an error comes last."""
         with self._ready:
             if self._forward is not None:
@@ -202,7 +216,7 @@ class TokenStream:
         if wake is not None:
             wake()
 
-    def forward(self, receive: Callable[[Sequence[Token | Finish | GymError]], None]) -> None:
+    def forward(self, receive: Callable[[Sequence[StreamItem]], None]) -> None:
         """For engines behind a connection: pass everything on as it comes, in place of iteration."""
         with self._ready:
             self._forward = receive
@@ -217,6 +231,8 @@ class TokenStream:
             item = self._items.popleft()
             if isinstance(item, Token):
                 tokens.append(item)
+            elif isinstance(item, PromptRead):
+                self.num_cached_tokens = item.num_cached_tokens
             elif isinstance(item, Finish):
                 self.finish = item
             elif tokens:

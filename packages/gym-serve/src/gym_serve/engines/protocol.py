@@ -113,10 +113,11 @@ TokenTuple = tuple[int, float | None, list[tuple[int, float]]]
 
 
 class Event(_Message, frozen=True):
-    """What happened to one request: new tokens, then perhaps its end."""
+    """What happened to one request: new tokens, how much of its prompt was not read again, then perhaps its end."""
 
     id: str
     tokens: list[TokenTuple]
+    num_cached_tokens: int | None = None
     finish: tuple[str, int, int] | None = None
     failure: Failure | None = None
 

@@ -28,7 +28,9 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
+    PromptRead,
     RequestRefused,
+    StreamItem,
     TokenStream,
     check_adapter,
     check_request,
@@ -246,8 +248,10 @@ class RemoteEngine:
                 stream = self._streams.pop(event.id, None) if ended else self._streams.get(event.id)
             if stream is None:
                 continue
-            items = [token_of(token) for token in event.tokens]
+            items: list[StreamItem] = [token_of(token) for token in event.tokens]
             self._num_tokens[event.id] += len(items)
+            if event.num_cached_tokens is not None:
+                items.insert(0, PromptRead(event.num_cached_tokens))
             if ended:
                 del self._num_tokens[event.id]
             if event.finish is not None:

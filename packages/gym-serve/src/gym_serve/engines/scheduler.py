@@ -42,6 +42,8 @@ class Running:
     length: int = 0
     """How many of the ids are in the cache. One less than all of them while it decodes."""
     num_generated: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were taken over from other requests before the first token was drawn."""
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt_ids)
@@ -163,10 +165,9 @@ class Scheduler:
         """Copy the longest beginning that is in memory into a request's slot. False when it should wait a step, because
         much more of its beginning is being read in this one."""
         assert self._prefixes is not None
-        adapter, ids = (
-            running.request.adapter,
-            running.ids[:-1],
-        )  # the last one is read in any case: its logits are needed
+        # The last one is read in any case: its logits are needed.
+        adapter, ids = running.request.adapter, running.ids[:-1]
+        self._count_cached(running, 0)
         started = {row.slot: row.start for row in rows}
         prefix, length = self._prefixes.find(adapter, ids)
         source: int | None = None
@@ -190,7 +191,14 @@ class Scheduler:
             self._prefixes.restore(prefix, length, slot)
         running.length = length
         self.num_reused_tokens += length
+        self._count_cached(running, length)
         return True
+
+    @staticmethod
+    def _count_cached(running: Running, length: int) -> None:
+        # A request that gave way later takes its own tokens over again: that is no one's saving.
+        if running.num_generated == 0:
+            running.num_cached_tokens = length
 
     def _admit(self) -> bool:
         """Give the oldest waiting request a slot, if there is one and memory for its next tokens."""

@@ -23,7 +23,9 @@ from gym_serve.engines.base import (
     EngineStats,
     Finish,
     GenerationRequest,
+    PromptRead,
     RequestRefused,
+    StreamItem,
     Token,
     TokenStream,
     check_adapter,
@@ -285,6 +287,8 @@ class TransformersEngine:
         return allowed_NV.to(self._slots.device)
 
     def _deliver(self, running: Running, token: Token) -> None:
+        is_first = running.num_generated == 0 and running.num_cached_tokens
+        items: list[StreamItem] = [PromptRead(running.num_cached_tokens), token] if is_first else [token]
         running.append(token.id)
         request = running.request
         reason = None
@@ -299,11 +303,11 @@ class TransformersEngine:
         elif running.num_generated >= running.max_tokens:
             reason = "length"
         if reason is None:
-            running.stream.put([token])
+            running.stream.put(items)
             return
-        self._finish(running, token, Finish(reason, running.num_prompt_tokens, running.num_generated))
+        self._finish(running, *items, Finish(reason, running.num_prompt_tokens, running.num_generated))
 
-    def _finish(self, running: Running, *items: Token | Finish | GymError) -> None:
+    def _finish(self, running: Running, *items: StreamItem) -> None:
         if not isinstance(items[-1], GymError):
             self._scheduler.remember(running)
         self._scheduler.remove(running)

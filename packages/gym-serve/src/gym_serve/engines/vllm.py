@@ -29,6 +29,7 @@ from gym_serve.engines.base import (
     Finish,
     FinishReason,
     GenerationRequest,
+    PromptRead,
     TokenStream,
     check_adapter,
     check_request,
@@ -213,18 +214,24 @@ class VllmEngine:
             if response.status_code != 200:
                 raise refusal(response.status_code, await response.aread())
             self._counts["prompt"] += len(request.prompt_ids)
+            finish: FinishReason | None = None
             async for line in response.aiter_lines():
                 data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+                if data == "[DONE]":
+                    break
+                if not line.startswith("data:"):
                     continue
                 chunk = read_chunk(data, request.top_logprobs)
                 if chunk.tokens:
                     self._open[request.id].num_tokens += len(chunk.tokens)
                     self._counts["generated"] += len(chunk.tokens)
                     stream.put(chunk.tokens)
-                if chunk.finish is not None:
-                    return chunk.finish
-        raise EngineError("vLLM's answer broke off", hint="send the request again")
+                if chunk.num_cached_tokens is not None:
+                    stream.put([PromptRead(chunk.num_cached_tokens)])
+                finish = chunk.finish or finish
+        if finish is None:
+            raise EngineError("vLLM's answer broke off", hint="send the request again")
+        return finish
 
     async def _end_all(self, failure: GymError | None) -> None:
         """Every open request ends: with an error, or aborted."""

@@ -138,6 +138,7 @@ class StartedServer(_Watched):
             *("--dtype", settings.dtype),
             # Gym applies the model's generation config itself, and renders every prompt.
             *("--generation-config", "vllm"),
+            "--enable-prompt-tokens-details",
             "--enable-lora",
             *("--max-loras", str(settings.vllm_max_adapters)),
             *("--max-lora-rank", str(settings.vllm_max_adapter_rank)),

@@ -33,6 +33,7 @@ def completion_body(request: GenerationRequest, model: str, context_length: int)
         "ignore_eos": True,
         "n": 1,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_p": sampling.top_p,
@@ -60,6 +61,8 @@ class Chunk:
 
     tokens: list[Token]
     finish: FinishReason | None
+    num_cached_tokens: int | None = None
+    """In the last event, of a server with `--enable-prompt-tokens-details`."""
 
 
 def read_chunk(data: str, top_logprobs: int | None) -> Chunk:
@@ -69,7 +72,8 @@ def read_chunk(data: str, top_logprobs: int | None) -> Chunk:
         if error := event.get("error"):
             raise EngineError(f"vLLM: {error['message'] if isinstance(error, dict) else error}")
         if not event["choices"]:
-            return Chunk([], None)  # usage alone
+            details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+            return Chunk([], None, details.get("cached_tokens"))
         (choice,) = event["choices"]
         ids: list[int] = choice.get("token_ids") or []
         tokens = [Token(token_id) for token_id in ids]

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from gym_sdk.errors import GymError, ModelError, UserError
-from gym_serve.engines.base import Engine, Finish, Token, TokenStream
+from gym_serve.engines.base import Engine, Finish, PromptRead, StreamItem, Token, TokenStream
 from gym_serve.engines.protocol import (
     Abort,
     Close,
@@ -62,11 +62,11 @@ class Outbox:
     def __init__(self, connection: Connection, engine: Engine) -> None:
         self._connection = connection
         self._engine = engine
-        self._events: list[tuple[str, Sequence[Token | Finish | GymError]]] = []
+        self._events: list[tuple[str, Sequence[StreamItem]]] = []
         self._replies: list[Reply] = []
         self._changed = threading.Condition()
 
-    def add(self, request_id: str, items: Sequence[Token | Finish | GymError]) -> None:
+    def add(self, request_id: str, items: Sequence[StreamItem]) -> None:
         """Something happened to a request."""
         with self._changed:
             self._events.append((request_id, items))
@@ -96,24 +96,28 @@ class Outbox:
                 os._exit(1)  # its requests know; the other side starts a new process
 
 
-def _merge(events: Sequence[tuple[str, Sequence[Token | Finish | GymError]]]) -> list[Event]:
+def _merge(events: Sequence[tuple[str, Sequence[StreamItem]]]) -> list[Event]:
     """One event a request, in order."""
     tokens: dict[str, list[TokenTuple]] = {}
+    cached: dict[str, int] = {}
     ends: dict[str, Finish | GymError] = {}
     for request_id, items in events:
         mine = tokens.setdefault(request_id, [])
         for item in items:
             if isinstance(item, Token):
                 mine.append((item.id, item.logprob, list(item.top)))
+            elif isinstance(item, PromptRead):
+                cached[request_id] = item.num_cached_tokens
             else:
                 ends[request_id] = item
     merged: list[Event] = []
     for request_id, mine in tokens.items():
         end = ends.get(request_id)
         if isinstance(end, Finish):
-            merged.append(Event(request_id, mine, (end.reason, end.num_prompt_tokens, end.num_tokens)))
+            ended, failure = (end.reason, end.num_prompt_tokens, end.num_tokens), None
         else:
-            merged.append(Event(request_id, mine, None, failure_of(end) if end is not None else None))
+            ended, failure = None, failure_of(end) if end is not None else None
+        merged.append(Event(request_id, mine, cached.get(request_id), ended, failure))
     return merged
 
 

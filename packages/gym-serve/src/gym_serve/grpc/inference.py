@@ -281,6 +281,7 @@ def _usage(usage: Usage) -> pb.Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=usage.reasoning_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
     )
 
 

@@ -92,6 +92,7 @@ async def _whole(generation: Generation, request: Request, body: CompletionBody)
                 sum(usage.prompt_tokens for usage in usages),
                 sum(usage.completion_tokens for usage in usages),
                 sum(usage.reasoning_tokens for usage in usages),
+                sum(usage.cached_prompt_tokens for usage in usages),
             )
         ),
     }

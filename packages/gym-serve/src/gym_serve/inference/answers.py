@@ -51,6 +51,8 @@ class Usage:
     completion_tokens: int
     """Stop tokens included, as they were generated."""
     reasoning_tokens: int
+    cached_prompt_tokens: int
+    """Of the prompt, those that were not read again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,8 @@ class AnswerStream:
             self.num_prompt_tokens,
             sum(reader.num_tokens for reader in self._readers),
             sum(reader.num_reasoning_tokens for reader in self._readers),
+            # The prompt is counted once, however many answers it gets: what the others save is not the caller's.
+            self._streams[0].num_cached_tokens,
         )
 
     @property
