@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,6 +161,48 @@ def test_everything_but_torch_installs_imports_and_says_what_is_missing(
     assert "gym-trainer[torch]" in output
     assert "Traceback" not in output
     assert len(output.strip().splitlines()) <= 3
+
+
+TRAINING_FREE = """
+method:
+  kind: training_free_grpo
+  student: {{base_url: "{url}", model: student}}
+  teacher: {{base_url: "{url}", model: teacher}}
+  reward: {{kind: numeric, extract: 'Answer: (-?\\d+)'}}
+  question_field: question
+  answer_field: answer
+  epochs: 1
+  gate: {{held_out: false}}
+data:
+  train: [{{source: train.jsonl}}]
+  eval: {{sources: [{{source: test.jsonl}}]}}
+"""
+
+
+def test_a_model_behind_an_endpoint_is_improved_without_any_extra(environment: Environment, tmp_path: Path) -> None:
+    environment.install("gym-trainer")
+    environment.python(is_absent("torch", "transformers", "peft", "accelerate", "math_verify"))
+    world = REPOSITORY / "packages/gym-trainer/tests/experience/simworld"
+    write_rows = (
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from simworld.tasks import World\n"
+        "for split, count in (('train', 40), ('test', 20)):\n"
+        "    rows = [{'question': t.question, 'answer': str(t.answer)} for t in World.make(3).tasks(split, count)]\n"
+        "    open(f'{split}.jsonl', 'w').writelines(json.dumps(row) + '\\n' for row in rows)"
+    )
+    run(sys.executable, "-c", write_rows, world.parent, cwd=tmp_path)
+    served = subprocess.Popen(
+        [sys.executable, world / "server.py", '{"seed": 3}'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert served.stdout is not None
+    url = f"http://127.0.0.1:{served.stdout.readline().strip()}/v1"
+    (tmp_path / "run.yaml").write_text(TRAINING_FREE.format(url=url), encoding="utf-8")
+    output = environment.gym("train", str(tmp_path / "run.yaml"))
+    served.communicate()
+    folder = output.strip().splitlines()[-1]
+    assert "[1] " in environment.gym("experience", "show", folder)
+    assert environment.gym("experience", "replay", folder).count("same\t") == 6
+    assert (tmp_path / folder / "report.html").stat().st_size > 1000
 
 
 @pytest.fixture
