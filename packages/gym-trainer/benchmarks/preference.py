@@ -47,6 +47,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--trl-batches", nargs="*", type=int, default=[8, 16], help="pairs of a TRL micro-batch")
+    parser.add_argument("--liger", choices=["on", "off", "both"], default="both", help="of TRL's rows")
+    parser.add_argument("--apart", action="store_true", help="Gym without shared prompts, too")
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json: TRL wants one, and never uses it")
     parser.add_argument("--float32", action="store_true", help="the same weights in float32, for the losses")
     parser.add_argument("--recomputed", action="store_true", help="TRL's default too, which recomputes every layer")
@@ -83,12 +85,16 @@ def main() -> int:
                 file.write(line + "\n")
 
     for name, reference in (("in the step", AdapterDisabled()), ("before training", Precomputed())):
-        report(f"gym, reference {name}", lambda reference=reference: _gym(model, spec, args, made, start, reference))
+        for shared in (True, False) if args.apart else (True,):
+            report(
+                f"gym, reference {name}{', each prompt twice' * (not shared)}",
+                lambda reference=reference, shared=shared: _gym(model, spec, args, made, start, reference, shared),
+            )
     if args.float32:
-        report("gym, float32", lambda: _gym(model.float(), spec, args, made, start, AdapterDisabled()))
+        report("gym, float32", lambda: _gym(model.float(), spec, args, made, start, AdapterDisabled(), True))
         model.to(torch.bfloat16)
     base = model.unload()
-    for liger in (False, True):
+    for liger in {"on": (True,), "off": (False,), "both": (False, True)}[args.liger]:
         for size in args.trl_batches:
             for precompute in (False, True):
                 options: dict[str, Any] = {"batch": size, "liger": liger, "precompute": precompute}
@@ -108,6 +114,7 @@ def _gym(
     made: list[tuple[Document, Document]],
     start: dict[str, torch.Tensor],
     reference: Reference,
+    shared: bool,
 ) -> dict[str, Any]:
     _restore(model, start)
     rows = StoreRows(Groups(made))  # type: ignore[arg-type]
@@ -115,14 +122,23 @@ def _gym(
         num_rows=len(rows),
         num_tokens=int(rows.lengths_N.sum()),
         longest_row_tokens=int(rows.lengths_N.max()),
+        shared_tokens=sum(sum(rows.row(number).prefix_lengths()) for number in range(len(rows))) if shared else 0,
     )
     if model.dtype == torch.float32:
         exact = {"model": {"source": "random", "dtype": "float32"}, "performance": {"fused": "off", "compile": "off"}}
         spec = spec_from_data(spec.model_dump(mode="json") | exact)
+    if isinstance(reference, Precomputed):
+        spec = spec_from_data(
+            spec.model_dump(mode="json") | {"method": {"kind": "dpo", "beta": _BETA, "reference": "precomputed"}}
+        )
     chosen = plan(spec, qwen3(args.size), detect("cuda"), data=data, compare=False)
     objective = DpoObjective(spec.method, reference)  # type: ignore[arg-type]
     measured = fit_steps(model, spec, chosen, objective, rows, num_warm=args.warm)
-    return measured | {"planned_tokens_per_s": chosen.speed.throughput_tokens_per_s}
+    return measured | {
+        "shared_tokens": data.shared_tokens,
+        "planned_tokens_per_s": chosen.speed.throughput_tokens_per_s,
+        "planned_gib": chosen.memory.allocated / 2**30,
+    }
 
 
 def _trl(

@@ -14,6 +14,7 @@ from gym_trainer.fast.fused import elementwise as ops
 from gym_trainer.fast.head import split
 from gym_trainer.fast.loss import OutputHead, linear_cross_entropy, linear_logprobs
 from gym_trainer.fast.packing import PackedLayout
+from gym_trainer.fast.prefixes import Prefix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,9 +35,18 @@ def _relative(got, expected):
     return float((got - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("lengths", [(128, 128, 128), (300, 17, 1, 64), (513,)], ids=["equal", "ragged", "alone"])
+@pytest.mark.parametrize(
+    ("lengths", "shared"),
+    [
+        ((128, 128, 128), (0, 0, 0)),
+        ((300, 17, 1, 64), (0, 0, 0, 0)),
+        ((513,), (0,)),
+        ((300, 17, 77, 200, 1), (0, 250, 0, 76, 0)),
+    ],
+    ids=["equal", "ragged", "alone", "shared beginnings"],
+)
 @pytest.mark.parametrize("window", [None, 50])
-def test_varlen_attention_equals_float64_per_document(lengths, window):
+def test_varlen_attention_equals_float64_per_document(lengths, shared, window):
     generator = torch.Generator("cuda").manual_seed(0)
     num_tokens = sum(lengths)
 
@@ -46,7 +56,8 @@ def test_varlen_attention_equals_float64_per_document(lengths, window):
 
     inputs = [draw(8), draw(2), draw(2)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    kwargs = PackedLayout.from_lengths(lengths, "cuda").model_kwargs()
+    prefixes = [Prefix(max(number - 1, 0), length) for number, length in enumerate(shared)]
+    kwargs = PackedLayout.from_lengths(lengths, "cuda", prefixes=prefixes).model_kwargs()
     upstream = torch.randn(1, num_tokens, 8, 64, generator=generator, device="cuda")
     out, _ = attention.varlen(None, *inputs, None, scaling=0.125, sliding_window=window, **kwargs)
     ref, _ = attention.per_document(None, *exact, None, scaling=0.125, sliding_window=window, **kwargs)
@@ -139,6 +150,48 @@ def test_each_fast_path_equals_the_plain_model(fast):
         assert torch.equal(got[0], again[0])
     assert _relative(got[0], expected[0]) < 1e-3
     assert _relative(got[1], expected[1]) < 5e-2  # two bfloat16 backward passes, each rounded its own way
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [FastPath(), FastPath(compile=True), FastPath(fused=True), FastPath(fused=True, recompute_layers=2)],
+    ids=["plain", "compiled", "fused", "fused, recomputed"],
+)
+def test_a_beginning_computed_once_gives_the_numbers_of_one_computed_twice(fast):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).to(torch.bfloat16)
+        adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, adapter).train()
+    begins = [torch.randint(3, 1000, (n,), device="cuda") for n in (150, 31)]
+    ends = [torch.randint(3, 1000, (n,), device="cuda") for n in (40, 66, 129, 7)]
+    weights = torch.randn(sum(map(len, ends)), 256, device="cuda")
+
+    def run(layout, ids, ends_at):
+        model.zero_grad()
+        body, _ = split(model)
+        hidden = body(input_ids=ids[None], use_cache=False, **layout.model_kwargs()).last_hidden_state[0].float()
+        tails = torch.cat([hidden[end - len(tail) : end] for end, tail in zip(ends_at, ends, strict=True)])
+        (tails * weights).sum().backward()
+        return tails.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+    whole = [torch.cat([begins[number // 2], end]) for number, end in enumerate(ends)]
+    once = [whole[0], ends[1], whole[2], ends[3]]
+    twice_layout = PackedLayout.from_lengths([len(x) for x in whole], "cuda")
+    prefixes = [Prefix(0, 0), Prefix(0, 150), Prefix(0, 0), Prefix(2, 31)]
+    once_layout = PackedLayout.from_lengths([len(x) for x in once], "cuda", prefixes=prefixes)
+    results = []
+    problems: list[str] = []
+    causal = model.get_base_model()
+    with attention.attention_of(causal, attention.VARLEN), applied(model, fast, problems.append):
+        attention.check_sharing(causal)
+        for layout, parts in ((twice_layout, whole), (once_layout, once), (once_layout, once)):
+            results.append(run(layout, torch.cat(parts), torch.tensor([len(x) for x in parts]).cumsum(0).tolist()))
+    assert not problems
+    assert _relative(results[1][0], results[0][0]) < 1e-2
+    assert _relative(results[1][1], results[0][1]) < 3e-2
+    if fast.fused:
+        assert torch.equal(results[1][0], results[2][0])
 
 
 def test_changing_lengths_compile_a_layer_at_most_three_times_without_leaving_it():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, Qwen3Config
@@ -129,6 +131,36 @@ def test_a_reference_in_the_step_costs_a_forward_pass():
     forward = times[1] - times[0]
     assert 0.4 * times[0] < forward < 0.65 * times[0]  # of 4 N flops, 2 N, and the head's gradient with it
     assert times[2] - times[0] == pytest.approx(3 * forward, rel=0.05)  # KTO's mismatched answers: two passes more
+
+
+def test_shared_prompts_are_planned_as_the_positions_that_are_left_and_what_gathers_their_keys():
+    spec = _spec(method={"kind": "dpo", "reference": "precomputed"}, train={"batch_size": 32})
+    data = DataShape(num_rows=32, num_tokens=16_000, longest_row_tokens=500)
+    shared = dataclasses.replace(data, shared_tokens=4_000)
+    plans = [plan(spec, QWEN3_8B, DEVICES["h200"], data=shape, compare=False) for shape in (data, shared)]
+    assert [p.shared_prompts for p in plans] == [False, True]
+    assert next(part for part in plans[1].parts if part.name == "shared prompts").state == "on"
+    without, once = (p.speed.throughput_tokens_per_s for p in plans)
+    assert 1.2 * without < once < 4 / 3 * without
+    assert plans[1].speed.flops_per_token == pytest.approx(0.75 * plans[0].speed.flops_per_token, rel=0.02)
+    assert plans[1].run.num_tokens == plans[0].run.num_tokens
+    few = dataclasses.replace(data, shared_tokens=600)
+    assert not plan(spec, QWEN3_8B, DEVICES["h200"], data=few, compare=False).shared_prompts
+
+    shapes = (MicroBatchShape(lengths=(300, 200)), MicroBatchShape.of(500, 300, 100))
+    assert shapes[1].lengths == (300, 200)
+    config = LlamaConfig(num_hidden_layers=2, **SMALL)
+    simulations = Simulations(_spec(), config, torch.bfloat16, FastPath(), 300)
+    whole = attach(meta_model(config, torch.bfloat16), _spec().adapter, seed=0).model.train()
+    plain, gathering = (simulations.trace(whole, shape, 0) for shape in shapes)
+    # keys and values, in two layers, of 100 tokens more, two heads of 16, in two bytes
+    kept = gathering.marks["forward"] - plain.marks["forward"]
+    assert kept == pytest.approx(2 * 2 * 100 * 2 * 16 * 2, rel=0.1)
+
+
+def test_a_pair_that_is_no_pair_shares_nothing():
+    part = next(part for part in plan(_spec(), QWEN3_8B, DEVICES["h200"]).parts if part.name == "shared prompts")
+    assert part.state == "not applicable"
 
 
 def test_lora_of_8b_costs_four_flops_a_weight_and_attention():

@@ -75,7 +75,7 @@ def with_measured(plan: dict[str, Any], fitted: FitResult) -> dict[str, Any]:
     rate = fitted.num_tokens / fitted.compute_time_s if fitted.compute_time_s else None
     measured = {
         "micro_batch_tokens": fitted.micro_batch_tokens,
-        "packed": fitted.layout == "packed",
+        "packed": fitted.layout != "padded",
         "throughput_tokens_per_s": rate,
         "peak_memory_bytes": fitted.peak_memory_bytes,
         "time_s": fitted.compute_time_s,

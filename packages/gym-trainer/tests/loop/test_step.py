@@ -8,8 +8,9 @@ import torch
 from tiny_rows import TinyStore, tiny_model, tiny_store
 from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteConfig, PreTrainedConfig
 
+from gym_data import Document
 from gym_sdk.errors import RunFailed
-from gym_trainer.loop.batch import IGNORED, StoreRows, make_micro_batch
+from gym_trainer.loop.batch import IGNORED, Row, StoreRows, make_micro_batch
 from gym_trainer.loop.dataset import StepDataset, share
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.loop.step import StepRunner
@@ -93,6 +94,46 @@ def test_labels_are_the_next_trained_token_and_never_cross_a_document() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3] * 3]
     assert batch.model_inputs()["cu_seq_lens_q"].tolist() == [0, 4, 8, 12]
     assert batch.document_ids_T.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def _pair(chosen: list[int], rejected: list[int], prompt: int, trained_from: int | None = None) -> Row:
+    documents = []
+    for ids in (chosen, rejected):
+        mask = np.arange(len(ids)) >= (prompt if trained_from is None else trained_from)
+        documents.append(Document(np.array(ids, np.uint32), mask.astype(np.uint8), 0))
+    return Row(index=0, documents=tuple(documents))
+
+
+def test_what_a_pair_begins_with_alike_stands_once_but_for_the_token_that_predicts_both_answers() -> None:
+    pairs = [_pair([1, 2, 3, 7, 8], [1, 2, 3, 9], prompt=3), _pair([4, 5, 6], [4, 5, 6, 6], prompt=2)]
+    batch = make_micro_batch(pairs, layout="shared", device=CPU)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 7, 8, 3, 9, 4, 5, 6, 5, 6, 6]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 1, 2, 3]]
+    x = IGNORED
+    assert batch.labels_T.tolist() == [x, x, 7, 8, x, 9, x, x, 6, x, 6, 6, x]
+    assert batch.document_ids_T.tolist() == [0] * 5 + [1] * 2 + [2] * 3 + [3] * 3
+    assert batch.last_positions_D.tolist() == [4, 6, 9, 12]
+    assert batch.num_tokens == 16
+    assert [pair.num_positions("shared") for pair in pairs] == [7, 6]
+    assert [pair.num_positions("packed") for pair in pairs] == [9, 7]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt", "trained_from", "shared"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 3, None, 2),  # the same answer twice: still trained twice
+        ([1, 2, 3, 4], [1, 2, 3, 4], 4, None, 3),  # nothing is trained: a token of its own is left
+        ([1, 2, 3], [1, 2, 3, 4], 3, None, 2),
+        ([1, 2, 3, 4], [5, 2, 3, 4], 3, None, 0),
+        ([1, 2, 3, 4], [1, 5, 3, 4], 3, None, 1),
+        ([1, 2, 3, 4], [1, 2, 3, 5], 3, 1, 0),  # the prompt is trained, too
+        ([1, 2], [1], 1, None, 0),
+    ],
+)
+def test_only_untrained_tokens_are_shared(
+    chosen: list[int], rejected: list[int], prompt: int, trained_from: int | None, shared: int
+) -> None:
+    assert _pair(chosen, rejected, prompt, trained_from).prefix_lengths() == [0, shared]
 
 
 class _RunsOutOfMemory(SftObjective):

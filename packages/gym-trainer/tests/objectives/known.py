@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gym_data import Document
 from gym_data.store import DocumentRole
 from gym_sdk.events import EventWriter
 from gym_sdk.spec import Cpo, Dpo, Orpo, Simpo
+from gym_trainer.fast.attention import PER_DOCUMENT, attention_of
 from gym_trainer.loop.batch import Layout, StoreRows
 from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
@@ -133,7 +134,13 @@ def measure(
     model.zero_grad()
     step = StepDataset(rows, batch_size=len(rows), seed=0)[0]
     runner = StepRunner(objective, micro_batch_tokens=tokens, layout=layout, device=CPU)
-    return runner.run(ForwardModel(model), step, backward=lambda loss: loss.backward())
+    with _attention_for(layout, model):
+        return runner.run(ForwardModel(model), step, backward=lambda loss: loss.backward())
+
+
+def _attention_for(layout: Layout, model: Any) -> AbstractContextManager[Any]:
+    """A pair's common prompt needs an attention that knows of it."""
+    return attention_of(model, PER_DOCUMENT) if layout == "shared" else nullcontext()
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +161,7 @@ class OtherModel(Reference):
         self.model = model
 
     def logprobs(self, model: Any, batch: Any, logprobs: Any) -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), _attention_for(batch.layout, self.model):
             return logprobs(ForwardModel(self.model), batch)
 
 

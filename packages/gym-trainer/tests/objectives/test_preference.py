@@ -121,7 +121,7 @@ PAPERS: dict[str, tuple[Any, Callable[[Answers], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "shared", "padded"])
 @pytest.mark.parametrize("tokens", [30, 10_000])
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_loss_over_pairs_and_its_gradient_are_those_of_its_paper(name: str, tokens: int, layout: str) -> None:
@@ -161,7 +161,7 @@ def test_dpo_reports_rewards_margins_accuracies_and_log_probabilities_as_means_o
     assert got == {name: pytest.approx(float(value), rel=RTOL, abs=1e-6) for name, value in expected.items()}
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "shared", "padded"])
 @pytest.mark.parametrize("tokens", [20, 10_000])
 @pytest.mark.parametrize("drift", ["towards the other answers", "away from them"])
 def test_kto_and_its_reference_point_are_those_of_the_paper(drift: str, tokens: int, layout: str) -> None:

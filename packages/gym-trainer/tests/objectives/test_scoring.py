@@ -38,7 +38,7 @@ def score(model: LlamaForSequenceClassification, document: Any) -> torch.Tensor:
     return model.score(model.model(input_ids=ids).last_hidden_state[0, -1])
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "shared", "padded"])
 @pytest.mark.parametrize("tokens", [30, 10_000])
 def test_a_reward_and_its_gradient_are_those_of_the_paper(tokens: int, layout: str) -> None:
     model, store = scorer(1), pair_store()
@@ -87,7 +87,7 @@ class GivenRows(StoreRows):
         return Row(index=index, documents=row.documents, document_values={LABEL: (float(index % 3),)})
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "shared", "padded"])
 def test_a_classifiers_loss_and_gradient_are_cross_entropy_over_rows(layout: str) -> None:
     model = scorer(3)
     store = GroupStore([(document(5 + 3 * row, 2, 9.0 + row, DocumentRole.PLAIN, row),) for row in range(7)])

@@ -8,17 +8,20 @@
   arguments.
 
 The bounds of the documents arrive as `cu_seq_lens_q` (see `gym_trainer.fast.packing`). A call without them is an
-error: there is no quiet way to a mask that leaks. `why_not_isolated` names the models whose layers mix positions
-outside the attention interface (recurrent layers, chunked attention); those train one document at a time.
+error: there is no quiet way to a mask that leaks. Where documents share their beginning, `shared_keys` says which keys
+each sees; only the functions of this module know it (`SHARES_PREFIXES`). `why_not_isolated` names the models whose
+layers mix positions outside the attention interface (recurrent layers, chunked attention); those train one document at
+a time.
 
-Legend: B batch (1), H query heads, K key-value heads, T packed tokens, L one document's tokens, E head dimension.
+Legend: B batch (1), H query heads, K key-value heads, T packed tokens, L one document's tokens, S keys that they see,
+E head dimension.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,12 +34,15 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from gym_sdk.errors import GymError
 from gym_trainer.fast.packing import PackedLayout
+from gym_trainer.fast.prefixes import Prefix, SharedKeys, whole_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PER_DOCUMENT = "gym_per_document"  # not "sdpa" in the name: transformers refuses that word for Gemma 2 and gpt-oss
 VARLEN = "gym_varlen"
+SHARES_PREFIXES = frozenset({PER_DOCUMENT, VARLEN})
+"""What can serve documents whose common beginning stands in the row once."""
 
 _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 _RECURRENT_CONFIG_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "conv_kernel", "linear_conv_kernel_dim", "alibi")
@@ -77,6 +83,8 @@ def per_document(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    shared_keys: SharedKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document by one call per document.
@@ -90,7 +98,11 @@ def per_document(
         [B, T, H, E] and None in place of the attention weights.
     """
     cu_seq_lens = _bounds(cu_seq_lens_q, query_BHTE, attention_mask, kwargs)
-    lengths = _lengths(cu_seq_lens)
+    lengths = key_lengths = _lengths(cu_seq_lens)
+    if shared_keys is not None:
+        assert cu_seq_lens_k is not None
+        key_lengths = _lengths(cu_seq_lens_k)
+        key_BKTE, value_BKTE = (whole_documents(x, 2, shared_keys) for x in (key_BKTE, value_BKTE))
     num_groups = query_BHTE.shape[1] // key_BKTE.shape[1]
     if num_groups > 1:
         key_BKTE = key_BKTE.repeat_interleave(num_groups, dim=1)
@@ -98,17 +110,17 @@ def per_document(
     out = []
     for query, key, value in zip(
         query_BHTE.split(lengths, dim=2),
-        key_BKTE.split(lengths, dim=2),
-        value_BKTE.split(lengths, dim=2),
+        key_BKTE.split(key_lengths, dim=2),
+        value_BKTE.split(key_lengths, dim=2),
         strict=True,
     ):
-        length = query.shape[2]
-        window = sliding_window if sliding_window is not None and sliding_window < length else None
+        length, num_keys = query.shape[2], key.shape[2]
+        window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
         if softcap is not None or s_aux is not None:
             out_BHLE = _explicit_attention(query, key, value, scaling, dropout, window, softcap, s_aux)
-        elif window is not None:
-            mask_LL = _causal_mask(length, window, query.device)
-            out_BHLE = scaled_dot_product_attention(query, key, value, mask_LL, dropout, scale=scaling)
+        elif window is not None or num_keys > length:
+            mask_LS = _causal_mask(length, num_keys, window, query.device)
+            out_BHLE = scaled_dot_product_attention(query, key, value, mask_LS, dropout, scale=scaling)
         else:
             out_BHLE = scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=length > 1, scale=scaling
@@ -129,8 +141,10 @@ def varlen(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     equal_length: int | None = None,
+    shared_keys: SharedKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document by torch's variable-length kernel (CUDA, half precision).
@@ -152,13 +166,20 @@ def varlen(
     kernel, takes_enable_gqa = _varlen_kernel()
     # torch 2.11 groups queries by itself; later versions want it said
     grouped = {"enable_gqa": query_BHTE.shape[1] != key_BKTE.shape[1]} if takes_enable_gqa else {}
+    # squeeze, because the gradient of x[0] is a tensor of zeros with another written into it
+    query_THE, key_TKE, value_TKE = (x.squeeze(0).transpose(0, 1) for x in (query_BHTE, key_BKTE, value_BKTE))
+    bounds_k = cu_seq_lens
+    if shared_keys is not None:
+        assert cu_seq_lens_k is not None
+        # Queries stay where they are; a document's last query sees its last key, and each before it one key less.
+        bounds_k = cu_seq_lens_k
+        key_TKE, value_TKE = (whole_documents(x, 0, shared_keys) for x in (key_TKE, value_TKE))
     out_THE = kernel(
-        # squeeze, because the gradient of x[0] is a tensor of zeros with another written into it
-        query_BHTE.squeeze(0).transpose(0, 1),
-        key_BKTE.squeeze(0).transpose(0, 1),
-        value_BKTE.squeeze(0).transpose(0, 1),
+        query_THE,
+        key_TKE,
+        value_TKE,
         cu_seq_lens,
-        cu_seq_lens,
+        bounds_k,
         max_length_q if max_length_q is not None else query_BHTE.shape[2],
         max_length_q if max_length_q is not None else query_BHTE.shape[2],
         scale=scaling,
@@ -273,34 +294,63 @@ def check_isolation(model: PreTrainedModel, tolerance: float | None = None) -> N
         LeakingAttention: they moved by more than `tolerance` (relative; the dtype's rounding when not given), or by ten
             times as much from those alone, whose products have other shapes and so another rounding.
     """
+    ids = _probe_ids(model)
+    ids[1, 7:] = ids[0, 7:]
+    first, second = (_logits(model, ids[i], [7, 9])[7:] for i in range(2))
+    alone = _logits(model, ids[0, 7:], [9])
+    if tolerance is None:
+        tolerance = _rounding(model)
+    _show_equal(model, first, second, tolerance, "packed documents see each other")
+    _show_equal(model, first, alone, 10 * tolerance, "a packed document does not begin at position 0")
+
+
+@torch.no_grad()
+def check_sharing(model: PreTrainedModel) -> None:
+    """Show that a document whose beginning stands in another one gets the logits that it has alone.
+
+    Costs two forwards of up to 16 tokens.
+
+    Raises:
+        LeakingAttention: it does not, because the model's layers do not hand on what the attention must know.
+    """
+    ids = _probe_ids(model)[0]
+    shared = _logits(model, ids, [9, 7], [Prefix(0, 0), Prefix(0, 6)])[9:]
+    alone = _logits(model, torch.cat([ids[:6], ids[9:]]), [13])[6:]
+    _show_equal(model, alone, shared, 10 * _rounding(model), "a shared beginning is not seen")
+
+
+def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    device = cast(torch.Tensor, model.get_input_embeddings().weight).device
+    vocab_size = model.config.get_text_config().vocab_size
+    return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def _logits(
+    model: PreTrainedModel, ids_T: torch.Tensor, lengths: list[int], prefixes: Sequence[Prefix] = ()
+) -> torch.Tensor:
+    """Of a packed row, in evaluation mode: float64 [T, V]."""
+    layout = PackedLayout.from_lengths(lengths, ids_T.device, prefixes=prefixes)
     was_training = model.training
     model.eval()
     try:
-        device = cast(torch.Tensor, model.get_input_embeddings().weight).device
-        vocab_size = model.config.get_text_config().vocab_size
-        layout = PackedLayout.from_lengths([7, 9], device)
-        ids = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
-        ids[1, 7:] = ids[0, 7:]
-        first, second = (
-            model(input_ids=ids[i : i + 1], use_cache=False, **layout.model_kwargs()).logits[0, 7:].double()
-            for i in range(2)
-        )
-        alone_kwargs = PackedLayout.from_lengths([9], device).model_kwargs()
-        alone = model(input_ids=ids[:1, 7:], use_cache=False, **alone_kwargs).logits[0].double()
+        return model(input_ids=ids_T[None], use_cache=False, **layout.model_kwargs()).logits[0].double()
     finally:
         model.train(was_training)
-    if tolerance is None:
-        tolerance = 1e-4 if model.dtype == torch.float32 else 0.02
-    for what, logits, allowed in (
-        ("packed documents see each other", second, tolerance),
-        ("a packed document does not begin at position 0", alone, 10 * tolerance),
-    ):
-        error = float((first - logits).norm() / first.norm())
-        if not error <= allowed:
-            raise LeakingAttention(
-                f"{what} in {type(model).__name__}: logits moved by {error:.2e}",
-                hint="train with data.packing=false: one document at a time",
-            )
+
+
+def _rounding(model: PreTrainedModel) -> float:
+    return 1e-4 if model.dtype == torch.float32 else 0.02
+
+
+def _show_equal(
+    model: PreTrainedModel, expected: torch.Tensor, got: torch.Tensor, tolerance: float, otherwise: str
+) -> None:
+    error = float((expected - got).norm() / expected.norm())
+    if not error <= tolerance:
+        raise LeakingAttention(
+            f"{otherwise} in {type(model).__name__}: logits moved by {error:.2e}",
+            hint="train with data.packing=false: one document at a time",
+        )
 
 
 def _has_cudnn_attention(query_BHTE: torch.Tensor) -> bool:
@@ -362,15 +412,17 @@ def _lengths(cu_seq_lens: torch.Tensor) -> list[int]:
     return _LENGTHS[cu_seq_lens]
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    mask_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask_LL if window is None else mask_LL.triu(1 - window)
+def _causal_mask(length: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of the keys each of the last `length` positions sees."""
+    before = num_keys - length
+    mask_LS = torch.ones(length, num_keys, dtype=torch.bool, device=device).tril(before)
+    return mask_LS if window is None else mask_LS.triu(before + 1 - window)
 
 
 def _explicit_attention(
     query_BHLE: torch.Tensor,
-    key_BHLE: torch.Tensor,
-    value_BHLE: torch.Tensor,
+    key_BHSE: torch.Tensor,
+    value_BHSE: torch.Tensor,
     scaling: float | None,
     dropout: float,
     window: int | None,
@@ -379,13 +431,13 @@ def _explicit_attention(
 ) -> torch.Tensor:
     """Attention written out, for what the fused call lacks: soft-capped scores (Gemma 2) and sinks (gpt-oss)."""
     scale = scaling if scaling is not None else query_BHLE.shape[-1] ** -0.5
-    scores_BHLL = (query_BHLE @ key_BHLE.transpose(2, 3)).float() * scale
+    scores_BHLS = (query_BHLE @ key_BHSE.transpose(2, 3)).float() * scale
     if softcap is not None:
-        scores_BHLL = softcap * torch.tanh(scores_BHLL / softcap)
-    length = query_BHLE.shape[2]
-    scores_BHLL = scores_BHLL.masked_fill(~_causal_mask(length, window, query_BHLE.device), float("-inf"))
+        scores_BHLS = softcap * torch.tanh(scores_BHLS / softcap)
+    length, num_keys = scores_BHLS.shape[-2:]
+    scores_BHLS = scores_BHLS.masked_fill(~_causal_mask(length, num_keys, window, query_BHLE.device), float("-inf"))
     if sinks_H is not None:
-        sink_BHL1 = sinks_H.float().reshape(1, -1, 1, 1).expand(*scores_BHLL.shape[:3], 1)
-        scores_BHLL = torch.cat([scores_BHLL, sink_BHL1], dim=-1)
-    weights_BHLL = scores_BHLL.softmax(dim=-1)[..., :length].to(value_BHLE.dtype)
-    return torch.nn.functional.dropout(weights_BHLL, dropout) @ value_BHLE
+        sink_BHL1 = sinks_H.float().reshape(1, -1, 1, 1).expand(*scores_BHLS.shape[:3], 1)
+        scores_BHLS = torch.cat([scores_BHLS, sink_BHL1], dim=-1)
+    weights_BHLS = scores_BHLS.softmax(dim=-1)[..., :num_keys].to(value_BHSE.dtype)
+    return torch.nn.functional.dropout(weights_BHLS, dropout) @ value_BHSE

@@ -16,13 +16,15 @@ from torch import Tensor
 from gym_data import TokenStore
 from gym_data.store import DocumentRole
 from gym_trainer.fast.packing import PackedLayout
+from gym_trainer.fast.prefixes import Prefix
 
 IGNORED = -100
 """The label of a position that is not trained, as everywhere in PyTorch."""
 
-Layout = Literal["packed", "padded"]
-"""`packed`: documents side by side in one row of the model, kept apart by the attention. `padded`: one document a row
-of the model, for architectures that cannot keep them apart."""
+Layout = Literal["packed", "shared", "padded"]
+"""`packed`: documents side by side in one row of the model, kept apart by the attention. `shared`: the same, and what
+the documents of a row (a pair's answers) begin with alike stands there once; for attention that knows of it. `padded`:
+one document a row of the model, for architectures that cannot keep them apart."""
 
 
 class Document(Protocol):
@@ -66,6 +68,16 @@ class Row:
     def num_trained_tokens(self) -> int:
         """Positions with a label. A document's first token has nothing before it to be predicted from."""
         return sum(int(np.count_nonzero(document.loss_mask[1:])) for document in self.documents)
+
+    def num_positions(self, layout: Layout) -> int:
+        """Of the model's row that the documents take."""
+        return self.num_tokens - (sum(self.prefix_lengths()) if layout == "shared" else 0)
+
+    def prefix_lengths(self) -> list[int]:
+        """How many tokens each document shares with the first one: positions without a label in either, whose hidden
+        states are therefore the same and give the loss nothing of their own."""
+        first = self.documents[0]
+        return [0, *(_shared_length(first, other) for other in self.documents[1:])]
 
 
 class RowSource(Protocol):
@@ -131,15 +143,17 @@ class MicroBatch:
     input_ids: Tensor
     """int64 [1, T] packed, [D, L] padded."""
     position_ids: Tensor
-    """int64, shaped like input_ids; restarts at 0 with every document."""
+    """int64, shaped like input_ids; each token's place in its document."""
     attention_mask: Tensor | None
     """int64 [D, L] padded; None packed."""
     labels_T: Tensor
     """int64; stays on the host, where choosing the labelled positions costs no wait for the device."""
     document_ids_T: Tensor
-    """int64; which document a position belongs to, -1 for padding."""
+    """int64; which document a position belongs to, -1 for padding. What documents share belongs to the first."""
     document_rows_D: Tensor
     """int64; the position of each document's row in `rows`."""
+    last_positions_D: Tensor
+    """int64; where each document's last token lies; on the host."""
     packed: PackedLayout | None
     """Where the documents lie; None padded."""
     num_tokens: int
@@ -148,13 +162,6 @@ class MicroBatch:
     @property
     def num_documents(self) -> int:
         return len(self.document_rows_D)
-
-    def last_positions(self) -> Tensor:
-        """Where each document's last token lies: int64 [D], on the host."""
-        lengths_D = torch.tensor([len(document.ids) for row in self.rows for document in row.documents])
-        if self.layout == "packed":
-            return lengths_D.cumsum(0) - 1
-        return torch.arange(len(lengths_D)) * self.input_ids.shape[1] + lengths_D - 1
 
     def document_values(self, name: str) -> Tensor:
         """The documents' numbers under `name`, float64 [D]."""
@@ -182,30 +189,47 @@ def shifted_labels(document: Document) -> np.ndarray:
     return labels
 
 
+def _shared_length(first: Document, other: Document) -> int:
+    """Tokens that two documents begin with alike, up to the last one before which neither is trained.
+
+    The token before an answer stays in both: it predicts the first of each.
+    """
+    most = min(len(first.ids), len(other.ids) - 1)
+    differ = np.flatnonzero(np.asarray(first.ids[:most]) != np.asarray(other.ids[:most]))
+    lengths = [most, *differ[:1].tolist()]
+    for document in (first, other):
+        lengths += np.flatnonzero(np.asarray(document.loss_mask[1 : most + 1]))[:1].tolist()
+    return min(lengths)
+
+
 def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.device | str) -> MicroBatch:
     """Lay whole rows out for one forward pass."""
     documents = [document for row in rows for document in row.documents]
-    lengths = [len(document.ids) for document in documents]
+    prefixes = _prefixes(rows) if layout == "shared" else [Prefix(0, 0)] * len(documents)
+    own = [document.ids[prefix.length :] for document, prefix in zip(documents, prefixes, strict=True)]
+    lengths = [len(ids) for ids in own]
     document_rows = [number for number, row in enumerate(rows) for _ in row.documents]
-    labels = [shifted_labels(document) for document in documents]
+    labels = [shifted_labels(document)[prefix.length :] for document, prefix in zip(documents, prefixes, strict=True)]
     packed = attention_mask = None
-    if layout == "packed":
-        packed = PackedLayout.from_lengths(lengths, device)
+    if layout != "padded":
+        packed = PackedLayout.from_lengths(lengths, device, prefixes=prefixes)
         position_ids = packed.position_ids
-        input_ids = np.concatenate([document.ids for document in documents]).astype(np.int64)[None]
+        input_ids = np.concatenate(own).astype(np.int64)[None]
         labels_T = np.concatenate(labels)
         document_ids_T = np.repeat(np.arange(len(documents)), lengths)
+        last_positions_D = np.cumsum(lengths) - 1
     else:
         shape = (len(documents), max(lengths))
         inside = np.arange(shape[1])[None] < np.array(lengths)[:, None]
         input_ids, labels_T = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        for number, document in enumerate(documents):
-            input_ids[number, : lengths[number]] = document.ids
+        for number, ids in enumerate(own):
+            input_ids[number, : lengths[number]] = ids
             labels_T[number, : lengths[number]] = labels[number]
         position_ids = torch.from_numpy(np.where(inside, np.arange(shape[1])[None], 0)).to(device)
         labels_T = labels_T.reshape(-1)
         document_ids_T = np.where(inside, np.arange(shape[0])[:, None], -1).reshape(-1)
         attention_mask = torch.from_numpy(inside.astype(np.int64)).to(device)
+        last_positions_D = np.arange(shape[0]) * shape[1] + np.array(lengths) - 1
     return MicroBatch(
         rows=tuple(rows),
         layout=layout,
@@ -215,6 +239,16 @@ def make_micro_batch(rows: Sequence[Row], *, layout: Layout, device: torch.devic
         labels_T=torch.from_numpy(labels_T),
         document_ids_T=torch.from_numpy(document_ids_T).to(device, non_blocking=True),
         document_rows_D=torch.tensor(document_rows, device=device),
+        last_positions_D=torch.from_numpy(last_positions_D),
         packed=packed,
-        num_tokens=sum(lengths),
+        num_tokens=sum(len(document.ids) for document in documents),
     )
+
+
+def _prefixes(rows: Sequence[Row]) -> list[Prefix]:
+    """What each document takes from the first of its row."""
+    prefixes: list[Prefix] = []
+    for row in rows:
+        first = len(prefixes)
+        prefixes += [Prefix(first, length) for length in row.prefix_lengths()]
+    return prefixes

@@ -22,7 +22,7 @@ from gym_sdk.errors import UserError
 from gym_sdk.events import EventWriter
 from gym_sdk.spec import RunSpec
 from gym_trainer.fast.apply import FastPath, applied
-from gym_trainer.fast.attention import LeakingAttention, attention_of, check_isolation
+from gym_trainer.fast.attention import LeakingAttention, attention_of, check_isolation, check_sharing
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
 from gym_trainer.loop.callbacks import EventCallback, StopCallback
@@ -52,6 +52,7 @@ class FitSettings:
     attention: str
     packed: bool
     micro_batch_tokens: int
+    shared_prompts: bool = False
     fused: bool = False
     offload: bool = False
     compile: bool = False
@@ -69,6 +70,7 @@ class FitSettings:
             attention=plan.attention,
             packed=plan.packed,
             micro_batch_tokens=plan.micro_batch_tokens,
+            shared_prompts=plan.shared_prompts,
             fused=plan.fused,
             offload=plan.offload,
             compile=plan.compile,
@@ -155,7 +157,7 @@ def fit(
         stack.enter_context(_trackers_under(run_path))
         stack.enter_context(_quiet())
         stack.enter_context(torch.serialization.safe_globals(state_classes(spec.train.optimizer)))
-        if layout == "packed":
+        if layout != "padded":
             stack.enter_context(attention_of(_causal(model), settings.attention))
         stack.enter_context(applied(model, fast, partial(_tell_unfused, events)))
         began = Start(
@@ -290,17 +292,26 @@ def _start_from(checkpoints_dir: Path, events: EventWriter) -> Path | None:
 
 
 def _layout(model: nn.Module, settings: FitSettings, events: EventWriter) -> Layout:
-    """Packed where a forward of the model itself shows that documents do not see each other."""
+    """Packed where a forward of the model itself shows that documents do not see each other; prompts shared where one
+    shows that it changes nothing."""
     if not settings.packed:
         return "padded"
     causal = _causal(model)
-    try:
-        with attention_of(causal, settings.attention):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(attention_of(causal, settings.attention))
             check_isolation(causal)
-    except LeakingAttention as error:
-        events.log("warning", f"{error.message}; training one document a row instead of packed rows")
-        return "padded"
-    return "packed"
+        except LeakingAttention as error:
+            events.log("warning", f"{error.message}; training one document a row instead of packed rows")
+            return "padded"
+        if not settings.shared_prompts:
+            return "packed"
+        try:
+            check_sharing(causal)
+        except LeakingAttention as error:
+            events.log("warning", f"{error.message}; a pair's prompt is computed twice")
+            return "packed"
+        return "shared"
 
 
 def _causal(model: nn.Module) -> Any:

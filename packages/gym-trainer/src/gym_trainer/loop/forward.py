@@ -81,7 +81,7 @@ class ForwardModel:
         last tokens, and where padding is the end-of-turn token that is one token early.
         """
         assert self._scorer is not None
-        hidden_ND = self.hidden(batch)[batch.last_positions().to(batch.input_ids.device)]
+        hidden_ND = self.hidden(batch)[batch.last_positions_D.to(batch.input_ids.device)]
         scores = self._scorer(hidden_ND.to(next(self._scorer.parameters()).dtype))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
@@ -104,7 +104,7 @@ class ForwardModel:
         """Positions with a label, their labels, and the model's own logits there, float32 [K, V] or wider."""
         positions_K = torch.nonzero(batch.labels_T != IGNORED).squeeze(1).to(batch.input_ids.device)
         labels_K = batch.labels_T.to(batch.input_ids.device)[positions_K]
-        if self._keeps_logits and batch.layout == "packed":
+        if self._keeps_logits and batch.layout != "padded":
             logits_KV = self.wrapped(**batch.model_inputs(), logits_to_keep=positions_K).logits[0]
         else:
             logits_KV = self.wrapped(**batch.model_inputs()).logits.flatten(0, 1)[positions_K]

@@ -112,8 +112,8 @@ class StepRunner:
 
     def _bins(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
         """The micro-batches' rows. A padded micro-batch costs its longest row times its rows, so rows go by length."""
-        if self.layout == "packed":
-            lengths = [row.num_tokens for row in rows]
+        if self.layout != "padded":
+            lengths = [row.num_positions(self.layout) for row in rows]
             places = range(len(rows))
             return [tuple(rows[i] for i in bin) for bin in micro_batches(places, lengths, self.micro_batch_tokens)]
         bins: list[tuple[Row, ...]] = []
@@ -173,7 +173,7 @@ class StepRunner:
         )
 
     def _halve(self, bins: list[tuple[Row, ...]]) -> None:
-        largest = max(sum(row.num_tokens for row in rows) for rows in bins)
+        largest = max(sum(row.num_positions(self.layout) for row in rows) for rows in bins)
         if all(len(rows) == 1 for rows in bins):
             longest = max(row.num_tokens for rows in bins for row in rows)
             raise RunFailed(

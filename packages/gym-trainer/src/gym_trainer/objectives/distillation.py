@@ -51,7 +51,7 @@ class Teacher:
         )
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        if start.runner.layout == "packed":
+        if start.runner.layout != "padded":
             start.stack.enter_context(attention_of(model, settings.attention))
             check_isolation(model)
         return model

@@ -38,6 +38,8 @@ _LONGER_STEPS = 1.25
 """Ragged rows make some steps longer than the mean: with this room nearly all of them are one micro-batch."""
 _SMALL_LOSS_CHUNK = 256
 """Rows of logits at once where the usual number does not fit."""
+_WORTH_SHARING = 0.05
+"""Of a pair's tokens: gathering the keys of shared prompts moves 4 KB a token and layer of 8B, which keeps 130."""
 _WORTH_MEMORY = 1.02
 """A setting must be this much faster to be chosen over one that takes less memory."""
 
@@ -102,14 +104,18 @@ def plan(
     price_per_hour = spec.output.price_per_hour if price_per_hour is None else price_per_hour
     dtype = _dtype(spec, hardware)
     choice = _attention(spec, config, hardware, dtype)
+    shares = choice in attention.SHARES_PREFIXES and _shares_prompts(spec, data)
+    if data and not shares:
+        data = dataclasses.replace(data, shared_tokens=0)
     longest = min(data.longest_row_tokens, _row_limit(spec)) if data else _row_limit(spec)
     document_tokens = max(1, (data.mean_row_tokens if data else _row_limit(spec)) // _documents_per_row(spec))
+    lengths = (document_tokens, round(data.shared_tokens / data.num_rows) if data else 0)
     fast = FastPath()
-    simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
+    simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
     unfused = why_not_fused(spec, hardware, simulations.models[0])
     if unfused is None:
         fast = FastPath(fused=True)
-        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
     compiled = unfused is not None and not why_not_compiled(spec, hardware, config, dtype, packed=choice is not None)
     estimator = Estimator(
         spec=spec,
@@ -125,7 +131,7 @@ def plan(
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting and hardware.kind == "cuda":
         fast = dataclasses.replace(fast, loss_chunk_size=_SMALL_LOSS_CHUNK)
-        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, document_tokens)
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
         estimator = dataclasses.replace(estimator, simulations=simulations)
         candidates = list(_candidates(estimator, longest, data))
         fitting = [candidate for candidate in candidates if candidate.memory.fits]
@@ -146,6 +152,7 @@ def plan(
         num_trained=num_trained,
         attention=choice or "sdpa",
         packed=choice is not None,
+        shared_prompts=shares,
         micro_batch_tokens=best.micro_batch.num_tokens,
         num_layers=estimator.num_layers,
         recompute_layers=best.recompute_layers,
@@ -162,6 +169,7 @@ def plan(
             hardware,
             dtype,
             packed=choice is not None,
+            shares=shares,
             recompute=best.recompute_layers,
             compiled=estimator.compiled,
             unfused=unfused,
@@ -286,7 +294,15 @@ def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recompute
 
 
 def _step_tokens(spec: RunSpec, data: DataShape | None) -> int:
-    return (data.mean_row_tokens if data else _row_limit(spec)) * spec.batch_rows
+    """Positions of the model's row that a step takes."""
+    return (data.mean_row_positions if data else _row_limit(spec)) * spec.batch_rows
+
+
+def _shares_prompts(spec: RunSpec, data: DataShape | None) -> bool:
+    """Whether enough of the rows' tokens stand in them twice. Where the data is not known, prompts are taken to be."""
+    if _documents_per_row(spec) == 1:
+        return False
+    return data is None or data.shared_tokens >= _WORTH_SHARING * data.num_tokens
 
 
 def _documents_per_row(spec: RunSpec) -> int:
@@ -323,15 +339,17 @@ def _speed(estimator: Estimator, best: _Candidate, step: Work, dtype: DtypeName,
     spec, hardware = estimator.spec, estimator.hardware
     step_tokens = _step_tokens(spec, data)
     time_per_token_s = best.time_per_token_s + step.time_s / step_tokens
-    flops_per_token = estimator.flops_per_token(best.micro_batch)
+    positions_per_token = data.mean_row_positions / data.mean_row_tokens if data else 1.0
+    flops_per_token = estimator.flops_per_token(best.micro_batch) * positions_per_token
+    throughput = 1 / (time_per_token_s * positions_per_token)
     peak = hardware.peak_flops_per_s.get(dtype, hardware.matmul_flops_per_s[dtype])
     return SpeedPlan(
         flops_per_token=flops_per_token,
         peak_flops_per_s=peak,
         micro_batch_time_s=best.micro_batch_time_s,
         optimizer_time_s=step.time_s,
-        throughput_tokens_per_s=1 / time_per_token_s,
-        model_flops_utilisation=flops_per_token / time_per_token_s / peak,
+        throughput_tokens_per_s=throughput,
+        model_flops_utilisation=flops_per_token * throughput / peak,
     )
 
 

@@ -30,10 +30,17 @@ class DataShape:
     num_rows: int
     num_tokens: int
     longest_row_tokens: int
+    shared_tokens: int = 0
+    """Of `num_tokens`, those that a row's later documents have in common with the first: they may be computed once."""
 
     @property
     def mean_row_tokens(self) -> int:
         return max(1, round(self.num_tokens / self.num_rows))
+
+    @property
+    def mean_row_positions(self) -> int:
+        """Of the model's row that a row of the data takes."""
+        return max(1, round((self.num_tokens - self.shared_tokens) / self.num_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +93,10 @@ class Plan:
     attention: str
     """The name under transformers' attention interface."""
     packed: bool
+    shared_prompts: bool = False
+    """What a pair's answers begin with alike is computed once."""
     micro_batch_tokens: int
+    """Positions of the model's row."""
     num_layers: int
     recompute_layers: int
     offload: bool = False

@@ -71,16 +71,25 @@ class _Key:
     dtype: torch.dtype
     fast: FastPath
     document_tokens: int
+    shared_tokens: int
 
 
 class Simulations:
     """Simulated micro-batches of a short model and of one with a pattern more. Independent of the device."""
 
     def __init__(
-        self, spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, fast: FastPath, document_tokens: int
-    ):
+        self,
+        spec: RunSpec,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        fast: FastPath,
+        document_tokens: int,
+        shared_tokens: int = 0,
+    ) -> None:
+        """`shared_tokens`: of a document, those that its pair's other one has in common with it and that stand once."""
         self.fast = fast
         self.document_tokens = document_tokens
+        self.shared_tokens = shared_tokens
         self.num_layers: int = config.get_text_config().num_hidden_layers
         pattern = layer_pattern(config)
         self.lengths: tuple[int, int] = (pattern, min(2 * pattern, self.num_layers))
@@ -92,14 +101,20 @@ class Simulations:
 
     @classmethod
     def of(
-        cls, spec: RunSpec, config: PreTrainedConfig, dtype: torch.dtype, fast: FastPath, document_tokens: int
+        cls,
+        spec: RunSpec,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        fast: FastPath,
+        document_tokens: int,
+        shared_tokens: int = 0,
     ) -> Simulations:
         """Those made before for the same model, adapter and fast path, or new ones."""
-        key = _Key(spec.adapter.model_dump_json(), config.to_json_string(), dtype, fast, document_tokens)
+        key = _Key(spec.adapter.model_dump_json(), config.to_json_string(), dtype, fast, document_tokens, shared_tokens)
         if key not in _SIMULATIONS:
             while len(_SIMULATIONS) >= _MOST_SIMULATIONS:
                 del _SIMULATIONS[next(iter(_SIMULATIONS))]
-            _SIMULATIONS[key] = cls(spec, config, dtype, fast, document_tokens)
+            _SIMULATIONS[key] = cls(spec, config, dtype, fast, document_tokens, shared_tokens)
         return _SIMULATIONS[key]
 
     def extrapolated(self, count: Callable[[nn.Module], float]) -> int:
@@ -110,7 +125,7 @@ class Simulations:
     def traces(self, num_tokens: int, layers: Layers) -> list[Trace]:
         """Of the short and the longer model, with all layers treated alike."""
         if (num_tokens, layers) not in self._traces:
-            shape = MicroBatchShape.of(num_tokens, self.document_tokens)
+            shape = MicroBatchShape.of(num_tokens, self.document_tokens, self.shared_tokens)
             self._traces[num_tokens, layers] = [
                 self.trace(model, shape, 0 if layers == "kept" else length, offload=layers == "offloaded")
                 for model, length in zip(self.models, self.lengths, strict=True)

@@ -25,6 +25,7 @@ def parts_of(
     dtype: DtypeName,
     *,
     packed: bool,
+    shares: bool,
     recompute: int,
     compiled: bool,
     unfused: str | None,
@@ -33,6 +34,7 @@ def parts_of(
     """The parts of a plan, in the order of a step."""
     return (
         _packing(spec, config, packed),
+        _shared_prompts(spec, packed, shares),
         _varlen(config, hardware, dtype, packed),
         Part(
             name="chunked loss",
@@ -53,6 +55,17 @@ def _packing(spec: RunSpec, config: PreTrainedConfig, packed: bool) -> Part:
     if not spec.data.packing:
         return Part(name="packing", state="off", why="data.packing is false")
     return Part(name="packing", state="off", why=attention.why_not_isolated(config) or "unknown")
+
+
+def _shared_prompts(spec: RunSpec, packed: bool, shares: bool) -> Part:
+    name = "shared prompts"
+    if getattr(spec.method, "data_objective", "sft") != "preference":
+        return Part(name=name, state="not applicable", why="rows are no pairs")
+    if shares:
+        return Part(name=name, state="on", why="what a pair's two answers begin with alike is computed once")
+    if not packed:
+        return Part(name=name, state="off", why="rows are not packed")
+    return Part(name=name, state="off", why="little of the rows stands in them twice, or flash-attn serves attention")
 
 
 def _varlen(config: PreTrainedConfig, hardware: Hardware, dtype: DtypeName, packed: bool) -> Part:

@@ -11,10 +11,12 @@ from gym_trainer.planning.decision import DataShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from gym_data import Prepared, Streamed
+    from gym_data import Prepared, Streamed, TokenStore
     from gym_sdk.spec import RunSpec
     from gym_sdk.spec.model import ModelSpec
     from gym_trainer.planning.hardware import DtypeName
+
+_MOST_ROWS_READ = 2000
 
 
 def load_config(model: ModelSpec) -> tuple[PreTrainedConfig, Path | None]:
@@ -68,7 +70,10 @@ def shape_of(spec: RunSpec, data: Prepared | Streamed) -> DataShape:
     if isinstance(data, Prepared):
         lengths = data.train.group_lengths
         return DataShape(
-            num_rows=len(lengths), num_tokens=int(lengths.sum()), longest_row_tokens=int(lengths.max(initial=1))
+            num_rows=len(lengths),
+            num_tokens=int(lengths.sum()),
+            longest_row_tokens=int(lengths.max(initial=1)),
+            shared_tokens=_shared_tokens(data.train),
         )
     num_rows = (spec.train.max_steps or 1) * spec.batch_rows
     return DataShape(
@@ -76,6 +81,18 @@ def shape_of(spec: RunSpec, data: Prepared | Streamed) -> DataShape:
         num_tokens=round(num_rows * data.preview.mean_row_tokens),
         longest_row_tokens=spec.data.max_length,
     )
+
+
+def _shared_tokens(store: TokenStore) -> int:
+    """What the documents of rows begin with alike; of many rows, from some of them spread over all."""
+    num_rows = len(store.group_lengths)
+    if len(store) == num_rows:
+        return 0
+    from gym_trainer.loop.batch import Row
+
+    some = range(0, num_rows, max(1, num_rows // _MOST_ROWS_READ))
+    shared = sum(sum(Row(index=index, documents=store.group(index)).prefix_lengths()) for index in some)
+    return round(shared * num_rows / len(some))
 
 
 def _local_folder(model: ModelSpec) -> Path | None:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from gym_sdk.errors import ModelError
 from gym_trainer.fast.packing import PackedLayout
+from gym_trainer.fast.prefixes import Prefix, SharedKeys, whole_documents
 
 _ATTENTION = "gym_simulated"
 
@@ -92,20 +93,37 @@ class MicroBatchShape:
     """Documents side by side."""
 
     lengths: tuple[int, ...]
+    """Of what each has in the row."""
+    prefixes: tuple[Prefix, ...] = ()
+    """What each takes from another; nothing where this is empty."""
 
     @classmethod
-    def of(cls, num_tokens: int, document_tokens: int) -> MicroBatchShape:
-        """As many documents of a length as make `num_tokens`, the last one shorter."""
-        full, rest = divmod(num_tokens, min(document_tokens, num_tokens))
-        return cls(lengths=(min(document_tokens, num_tokens),) * full + ((rest,) if rest else ()))
+    def of(cls, num_tokens: int, document_tokens: int, shared_tokens: int = 0) -> MicroBatchShape:
+        """As many documents of a length as make `num_tokens`, the last one shorter.
+
+        With `shared_tokens` every second one has these in common with the one before, and the others to itself.
+        """
+        whole = min(document_tokens, num_tokens)
+        if not shared_tokens or shared_tokens >= whole:
+            full, rest = divmod(num_tokens, whole)
+            return cls(lengths=(whole,) * full + ((rest,) if rest else ()))
+        lengths: list[int] = []
+        prefixes: list[Prefix] = []
+        while (rest := num_tokens - sum(lengths)) > 0:
+            number = len(lengths)
+            prefixes.append(Prefix(number - 1, shared_tokens) if number % 2 else Prefix(0, 0))
+            lengths.append(min(rest, whole - prefixes[-1].length))
+        return cls(lengths=tuple(lengths), prefixes=tuple(prefixes))
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     def model_inputs(self) -> dict[str, Any]:
-        layout = PackedLayout.from_lengths(self.lengths)
+        layout = PackedLayout.from_lengths(self.lengths, prefixes=self.prefixes)
         inputs = layout.model_kwargs() | {"position_ids": layout.position_ids.to("meta")}
+        if layout.shared_keys is not None:
+            inputs["shared_keys"] = SharedKeys(*(places.to("meta") for places in layout.shared_keys))
         ids_1T = torch.zeros(1, self.num_tokens, dtype=torch.long, device="meta")
         return inputs | {"input_ids": ids_1T, "use_cache": False}
 
@@ -182,9 +200,18 @@ def _simulated_attention(
     attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    shared_keys: SharedKeys | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     assert cu_seq_lens_q is not None
     lengths = tuple(torch.diff(cu_seq_lens_q).tolist())
-    out, _ = attention_op(query, key, value, _causal_pairs(lengths, sliding_window))
+    num_pairs = _causal_pairs(lengths, sliding_window)
+    if shared_keys is not None:
+        assert cu_seq_lens_k is not None
+        key, value = (whole_documents(x, 2, shared_keys) for x in (key, value))
+        whole = tuple(torch.diff(cu_seq_lens_k).tolist())
+        shared = tuple(a - b for a, b in zip(whole, lengths, strict=True))
+        num_pairs = _causal_pairs(whole, sliding_window) - _causal_pairs(shared, sliding_window)
+    out, _ = attention_op(query, key, value, num_pairs)
     return out.transpose(1, 2), None

@@ -9,6 +9,8 @@ from gym_trainer.showing import percent
 
 Row = tuple[str, str]
 
+_LAYOUTS = {"packed": "packed", "shared": "packed, shared prompts once", "padded": "padded"}
+
 
 def size(num_bytes: float | None) -> str:
     """`1.27 GB`, decimal."""
@@ -143,7 +145,7 @@ def plan_rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "micro-batch",
             f"{count(predicted['micro_batch_tokens'])} tokens",
-            f"{count(fitted['micro_batch_tokens'])} tokens, {fitted['layout']}" if fitted else "",
+            f"{count(fitted['micro_batch_tokens'])} tokens, {_LAYOUTS[fitted['layout']]}" if fitted else "",
         ),
         (
             "throughput",
