@@ -24,7 +24,6 @@ from gym_sdk.client.types import JobState, ModelKind
 SEED = 3
 SPEC = """
 name: learned
-model: {{source: student}}
 method:
   kind: training_free_grpo
   student: {{base_url: "{url}", model: student}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -454,16 +455,36 @@ def test_a_torn_last_line_is_cut_off_before_anything_is_added(tmp_path: Path) ->
 
 
 def test_an_answer_is_on_disk_before_its_caller_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before a second caller sees it, who asks the same while the first one's answer is written."""
     synced: list[bytes] = []
     path = tmp_path / "journal.jsonl"
-    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(path.read_bytes()))
+    writing, may_sync = threading.Event(), threading.Event()
+
+    def fsync(descriptor: int) -> None:
+        content = path.read_bytes()
+        if b"the answer" in content:
+            writing.set()
+            assert may_sync.wait(timeout=30)
+        synced.append(content)
+
+    monkeypatch.setattr("os.fsync", fsync)
     caller = caller_of(tmp_path, lambda request: answer("the answer"))
 
-    async def work() -> None:
+    async def ask_once() -> None:
         got = await caller.ask("student", QUESTION, SamplingSpec(), draw="d", purpose="training")
         assert isinstance(got, Answer)
         assert got.key.encode() in synced[-1]
         assert b"the answer" in synced[-1]
+
+    async def work() -> None:
+        first = asyncio.create_task(ask_once())
+        assert await asyncio.to_thread(writing.wait, 30)
+        second = asyncio.create_task(ask_once())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not second.done()
+        may_sync.set()
+        await asyncio.gather(first, second)
         await caller.close()
 
     asyncio.run(work())

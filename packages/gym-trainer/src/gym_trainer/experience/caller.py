@@ -90,12 +90,13 @@ class Caller:
         endpoint = self._endpoints[role]
         body = self._body(endpoint, list(messages), sampling, draw)
         key = request_key(role, body, draw)
+        # Pending first: the journal knows an answer a moment before it is durable.
+        if (pending := self._pending.get(key)) is not None:
+            return await asyncio.shield(pending)
         if (entry := self.journal.answers.get(key)) is not None:
             return _answer(entry)
         if (entry := self.journal.dropped.get(key)) is not None:
             return Dropped(key=key, why=entry["why"])
-        if (pending := self._pending.get(key)) is not None:
-            return await asyncio.shield(pending)
         if (limit := self._capped.get(purpose)) is not None:
             raise BudgetExhausted(purpose, limit)
         if self._replay:
