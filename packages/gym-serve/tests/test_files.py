@@ -9,8 +9,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import grpc
 import pytest
+from daemon_process import DaemonProcess
+from rpc_client import RpcClient
+from test_daemon_robustness import until
 
+from gym_sdk._proto.gym.v1 import files_pb2
 from gym_serve._database import Database
 from gym_serve.auth import Key, Quota, Scope
 from gym_serve.errors import Reason, ServiceError
@@ -112,3 +117,24 @@ async def test_names_are_for_people_only(folder: Path, files: FileService) -> No
     for name in ("../x", "a/b", "a\\b", "", "x" * 256, "new\nline"):
         with pytest.raises(ServiceError, match="a file's name has"):
             await files.uploads.begin(ANN, filename=name, purpose="user_data", size_bytes=1)
+
+
+def test_a_running_daemon_drops_an_upload_that_went_quiet(tmp_path: Path) -> None:
+    """`collect_every_s` and `upload_expiry_s` in a real process."""
+    settings = "[files]\ncollect_every_s = 0.1\nupload_expiry_s = 1.0\n"
+    with (
+        DaemonProcess(tmp_path / "data", settings=settings) as daemon,
+        RpcClient(daemon.grpc_address, daemon.key) as rpc,
+    ):
+        incoming = daemon.data_dir / "incoming"
+        begun = files_pb2.CreateUploadRequest(
+            filename="quiet.bin", purpose=files_pb2.FILE_PURPOSE_ADAPTER, size_bytes=8, sha256="0" * 64
+        )
+        upload_id = rpc.call("FileService", "CreateUpload", begun).upload.id
+        chunk = files_pb2.UploadChunkRequest(upload_id=upload_id, offset_bytes=0, data=b"half")
+        rpc.call("FileService", "UploadChunk", chunk)
+        until(lambda: not list(incoming.iterdir()), "the bytes of the upload")
+        until(lambda: f"upload {upload_id}: nothing arrived for too long; dropped" in daemon.log, "its line")
+        with pytest.raises(grpc.RpcError) as told:
+            rpc.call("FileService", "UploadChunk", chunk)
+        assert "is expired" in str(told.value)

@@ -21,7 +21,9 @@ from test_rpc import chat, create_job
 
 from gym_sdk._proto.gym.v1 import inference_pb2, jobs_pb2, models_pb2, server_pb2
 
-SETTINGS = """[limits]
+SETTINGS = """[server]
+trusted_proxies = ["127.0.0.1"]
+[limits]
 requests_per_minute = 300
 max_streams_per_key = 2
 max_request_bytes = 5242880
@@ -137,6 +139,27 @@ def test_a_call_is_found_in_the_log_by_its_id_and_no_text_is(daemon: DaemonProce
     (line,) = (line for line in lines(daemon) if line["request_id"] == "mine-1")
     assert (line["logger"], line["message"], line["key"]) == ("gym_serve.access", f"POST {CHAT} 200", "logged")
     assert "elephant" not in daemon.log
+
+
+FORWARDED = "192.0.2.66, 203.0.113.9"
+"""What a client made up, and what the proxy saw."""
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/gym.v1.JobService/GetJob"])
+def test_a_trusted_proxy_says_who_was_refused(daemon: DaemonProcess, path: str) -> None:
+    name = f"proxied-{len(path)}"
+    headers = {"authorization": "Bearer wrong", "x-forwarded-for": FORWARDED, "x-request-id": name}
+    assert httpx.post(daemon.http_url + path, headers=headers).status_code == 401
+    (told,) = (line for line in lines(daemon) if line["request_id"] == name and line["logger"] == "gym_serve.audit")
+    assert (told["message"], told["client"]) == ("refused: KEY_INVALID", "203.0.113.9")
+
+
+def test_who_is_no_proxy_is_not_believed(shared_daemon: DaemonProcess) -> None:
+    headers = {"authorization": "Bearer wrong", "x-forwarded-for": FORWARDED, "x-request-id": "unproxied"}
+    assert httpx.get(f"{shared_daemon.http_url}/v1/models", headers=headers).status_code == 401
+    (told,) = (line for line in shared_daemon.log.splitlines() if "[unproxied] refused" in line)
+    assert told.endswith('client="127.0.0.1"')
+    assert "203.0.113.9" not in shared_daemon.log
 
 
 def test_what_an_admin_does_has_an_audit_line(daemon: DaemonProcess, tmp_path: Path) -> None:
