@@ -6,8 +6,11 @@ import configparser
 import inspect
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from gym_serve.cli.serve import serve
@@ -34,6 +37,19 @@ def test_the_unit_starts_the_daemon_and_leaves_its_jobs_running() -> None:
     assert socket["Socket"]["ListenStream"] == f"{Settings().server.host}:{Settings().server.port}"
     assert "gym-serve.socket" in unit["Unit"]["Wants"].split()
     assert service["ReadWritePaths"] == command[command.index("--data-dir") + 1]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
+    command = tmp_path / "gym"
+    command.write_text("#!/bin/sh\n", encoding="utf-8")
+    command.chmod(0o755)
+    for unit in (DEPLOY / "systemd").iterdir():
+        text = unit.read_text(encoding="utf-8").replace("/opt/gym/bin/gym", str(command))
+        (tmp_path / unit.name).write_text(text, encoding="utf-8")
+    units = [str(tmp_path / unit.name) for unit in (DEPLOY / "systemd").iterdir()]
+    checked = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
+    assert (checked.returncode, [line for line in checked.stderr.splitlines() if "gym-serve" in line]) == (0, [])
 
 
 def test_the_container_is_built_from_what_is_here_and_asks_for_keys() -> None:
