@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -58,6 +59,25 @@ def test_the_daemon_says_what_the_model_says_also_after_its_engine_was_killed(tm
                 again = http.post("/v1/completions", json=body)
             assert again.status_code == 200, again.text + daemon.log
             assert again.json()["choices"][0] == first
+            long = {"model": "tiny", "prompt": prompt * 8, "max_tokens": 1, "temperature": 0}
+            cached = [
+                http.post("/v1/completions", json=long).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for _ in range(2)
+            ]
+            assert cached == [0, len(prompt) * 8 - 1]
+            schema = {
+                "type": "object",
+                "properties": {"seen": {"enum": ["elephant", "rhino"]}},
+                "required": ["seen"],
+                "additionalProperties": False,
+            }
+            form = {"type": "json_schema", "json_schema": {"name": "sighting", "strict": True, "schema": schema}}
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "response_format": form}
+            held = http.post("/v1/chat/completions", json=chat).json()["choices"][0]
+            assert (held["finish_reason"], json.loads(held["message"]["content"])["seen"] in ("elephant", "rhino")) == (
+                "stop",
+                True,
+            ), held
             metrics = http.get("/metrics").text
             assert "gym_engine_restarts 1.0" in metrics
             assert again.json()["usage"] == answer["usage"]
