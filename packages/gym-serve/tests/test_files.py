@@ -19,6 +19,7 @@ from gym_sdk._proto.gym.v1 import files_pb2
 from gym_serve._database import Database
 from gym_serve.auth import Key, Quota, Scope
 from gym_serve.errors import Reason, ServiceError
+from gym_serve.files.announced import Announced
 from gym_serve.files.blobs import BlobStore
 from gym_serve.files.service import FileService
 from gym_serve.settings import FileSettings, LimitSettings
@@ -73,7 +74,7 @@ async def test_a_linked_file_outlives_its_deletion(folder: Path, files: FileServ
 
 @scenario
 async def test_uploads_that_rest_and_files_that_expire_are_removed(folder: Path, files: FileService) -> None:
-    started = await files.uploads.begin(ANN, filename="x", purpose="user_data", size_bytes=4)
+    started = await files.uploads.begin(ANN, Announced(filename="x", purpose="user_data", size_bytes=4))
     await files.uploads.append(ANN, started.upload.id, 0, b"ab")
     short = await files.uploads.create(ANN, filename="y", purpose="user_data", data=chunks(b"y"), expires_after_s=0.001)
     deadline = time.time() + 0.01
@@ -98,7 +99,7 @@ async def test_sizes_and_quotas_refuse_and_leave_nothing(folder: Path, files: Fi
     assert quota.value.reason is Reason.QUOTA_EXCEEDED
     await files.uploads.create(BEN, filename="x", purpose="user_data", data=chunks(b"x" * 6))
     with pytest.raises(ServiceError, match="of which 6 are used"):
-        await files.uploads.begin(BEN, filename="x", purpose="user_data", size_bytes=5)
+        await files.uploads.begin(BEN, Announced(filename="x", purpose="user_data", size_bytes=5))
     assert os.listdir(folder / "incoming") == []
     assert len(blobs(folder)) == 1
 
@@ -116,7 +117,7 @@ async def test_files_are_seen_by_their_owner_only(folder: Path, files: FileServi
 async def test_names_are_for_people_only(folder: Path, files: FileService) -> None:
     for name in ("../x", "a/b", "a\\b", "", "x" * 256, "new\nline"):
         with pytest.raises(ServiceError, match="a file's name has"):
-            await files.uploads.begin(ANN, filename=name, purpose="user_data", size_bytes=1)
+            await files.uploads.begin(ANN, Announced(filename=name, purpose="user_data", size_bytes=1))
 
 
 def test_a_running_daemon_drops_an_upload_that_went_quiet(tmp_path: Path) -> None:

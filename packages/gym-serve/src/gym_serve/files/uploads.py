@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 import secrets
 import sqlite3
 import time
@@ -17,16 +16,11 @@ from gym_serve._database import Database
 from gym_serve.auth import Key
 from gym_serve.errors import Reason, ServiceError, invalid, not_found
 from gym_serve.files import store
+from gym_serve.files.announced import TRAINING_PURPOSE, Announced
 from gym_serve.files.blobs import CHUNK_BYTES, BlobStore
 from gym_serve.files.check import check_training_data
 from gym_serve.files.store import File, Upload
 from gym_serve.settings import LimitSettings
-
-TRAINING_PURPOSE = "fine-tune"
-"""Files of this purpose must be rows that gym-data can read."""
-ADAPTER_PURPOSE = "adapter"
-RESULT_PURPOSE = "fine-tune-results"
-PURPOSES = (TRAINING_PURPOSE, RESULT_PURPOSE, ADAPTER_PURPOSE, "user_data", "batch", "evals", "assistants", "vision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,42 +48,20 @@ class UploadService:
         self._limits = limits
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def begin(
-        self,
-        key: Key,
-        *,
-        filename: str,
-        purpose: str,
-        size_bytes: int,
-        sha256: str | None = None,
-        request_id: str | None = None,
-        expires_after_s: float | None = None,
-    ) -> Progress:
-        """Begins an upload, or finds the one that the same key began with the same `request_id`.
+    async def begin(self, key: Key, announced: Announced) -> Progress:
+        """Begins an upload, or finds the one that the same key began with the same request id.
 
-        `sha256` is checked when all is here. Raises `ServiceError` for names, sizes and quotas.
+        Raises `ServiceError` for names, sizes and quotas.
         """
-        upload = self._new_upload(
-            key,
-            upload_id=f"upload_{secrets.token_hex(12)}",
-            filename=filename,
-            purpose=purpose,
-            size_bytes=size_bytes,
-            sha256=sha256,
-            request_id=request_id,
-            expires_after_s=expires_after_s,
-        )
+        announced.check(self._limits)
+        upload = announced.upload(key, f"upload_{secrets.token_hex(12)}")
 
         def transaction(connection: sqlite3.Connection) -> Upload:
+            request_id = announced.request_id
             if request_id is not None and (known := store.upload_by_request(connection, key.id, request_id)):
-                if (known.filename, known.size_bytes, known.sha256) != (filename, size_bytes, sha256):
-                    raise ServiceError(
-                        Reason.REQUEST_ID_REUSED,
-                        f"request id '{request_id}' was used for another file before",
-                        hint="use a new request id for each file",
-                    )
+                announced.check_is(known)
                 return known
-            self._check_quota(connection, key, size_bytes)
+            self._check_quota(connection, key, announced.size_bytes)
             store.insert_upload(connection, upload)
             return upload
 
@@ -204,14 +176,11 @@ class UploadService:
         """Makes what was received a file, checked. With `reuse_s`, the same content under the same name and purpose
         that this key sent within that time is the same file: the official client sends again without a key for it."""
         try:
-            upload = self._new_upload(
-                key,
-                upload_id=draft.id,
-                filename=filename,
-                purpose=purpose,
-                size_bytes=draft.size_bytes,
-                expires_after_s=expires_after_s,
+            announced = Announced(
+                filename=filename, purpose=purpose, size_bytes=draft.size_bytes, expires_after_s=expires_after_s
             )
+            announced.check(self._limits)
+            upload = announced.upload(key, draft.id)
 
             def transaction(connection: sqlite3.Connection) -> None:
                 self._check_quota(connection, key, draft.size_bytes)
@@ -325,43 +294,6 @@ class UploadService:
         received = await asyncio.to_thread(self._blobs.received, upload.id)
         return Progress(upload=upload, received_bytes=received)
 
-    def _new_upload(
-        self,
-        key: Key,
-        *,
-        upload_id: str,
-        filename: str,
-        purpose: str,
-        size_bytes: int,
-        sha256: str | None = None,
-        request_id: str | None = None,
-        expires_after_s: float | None = None,
-    ) -> Upload:
-        _check_name(filename)
-        if purpose not in PURPOSES:
-            raise invalid(f"purpose must be one of {', '.join(PURPOSES)}; got '{purpose}'", field="purpose")
-        if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
-            raise invalid("sha256 must be 64 hexadecimal digits", field="sha256")
-        if size_bytes < 0:
-            raise invalid("the size must not be negative", field="size_bytes")
-        if expires_after_s is not None and not 0 < expires_after_s < 1e9:
-            raise invalid("a file expires after more than 0 seconds", field="expires_after")
-        self._check_size(size_bytes)
-        now = time.time()
-        return Upload(
-            id=upload_id,
-            owner=key.id,
-            request_id=request_id,
-            filename=filename,
-            purpose=purpose,
-            size_bytes=size_bytes,
-            sha256=sha256,
-            created_at=now,
-            touched_at=now,
-            expires_after_s=expires_after_s,
-            state="pending",
-        )
-
     def _check_quota(self, connection: sqlite3.Connection, key: Key, size_bytes: int) -> None:
         limit = key.quota.max_storage_bytes
         if limit is None:
@@ -374,27 +306,12 @@ class UploadService:
                 hint="delete files that are no longer needed",
             )
 
-    def _check_size(self, size_bytes: int) -> None:
-        if size_bytes > self._limits.max_file_bytes:
-            raise ServiceError(
-                Reason.REQUEST_INVALID,
-                f"{size_bytes} bytes are more than the {self._limits.max_file_bytes} that a file may have here",
-                field="size_bytes",
-                http_status=413,
-            )
-
     def _check_md5(self, upload_id: str, md5: str) -> None:
         digest = hashlib.md5(usedforsecurity=False)
         for chunk in self._blobs.read_incoming(upload_id):
             digest.update(chunk)
         if digest.hexdigest() != md5.lower():
             raise invalid(f"the content's MD5 is {digest.hexdigest()}, not {md5}", field="md5")
-
-
-def _check_name(filename: str) -> None:
-    """A name is kept to show it; no path is ever made of it."""
-    if not 0 < len(filename) <= 255 or any(ord(character) < 32 or character in "/\\" for character in filename):
-        raise invalid("a file's name has 1 to 255 characters, no slash and no control character", field="filename")
 
 
 def _check_pending(upload: Upload) -> None:

@@ -12,8 +12,8 @@ from gym_sdk._proto.gym.v1 import events_pb2, files_pb2, jobs_pb2, models_pb2, s
 from gym_serve.auth import Key, Quota, Scope
 from gym_serve.catalog import Model, ModelKind
 from gym_serve.errors import invalid
+from gym_serve.files.announced import ADAPTER_PURPOSE, RESULT_PURPOSE, TRAINING_PURPOSE
 from gym_serve.files.store import File, Upload
-from gym_serve.files.uploads import ADAPTER_PURPOSE, RESULT_PURPOSE, TRAINING_PURPOSE
 from gym_serve.jobs.model import Artifact, Checkpoint, Job, JobEvent, JobState
 
 MAX_CHUNK_BYTES = 4 * 1024 * 1024

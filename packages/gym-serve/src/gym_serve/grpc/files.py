@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from gym_sdk._proto.gym.v1 import files_pb2 as pb
 from gym_serve.call import Call
 from gym_serve.errors import Reason, ServiceError, invalid
+from gym_serve.files.announced import Announced
 from gym_serve.files.service import FileService
 from gym_serve.files.uploads import Progress
 from gym_serve.grpc import convert
@@ -29,12 +30,14 @@ class FileRpc:
             return pb.CreateUploadResponse(file=convert.file_message(known))
         progress = await self._files.uploads.begin(
             call.key,
-            filename=request.filename,
-            purpose=purpose,
-            size_bytes=request.size_bytes,
-            sha256=request.sha256,
-            request_id=request.request_id or None,
-            expires_after_s=request.expire_after_s if request.HasField("expire_after_s") else None,
+            Announced(
+                filename=request.filename,
+                purpose=purpose,
+                size_bytes=request.size_bytes,
+                sha256=request.sha256,
+                request_id=request.request_id or None,
+                expires_after_s=request.expire_after_s if request.HasField("expire_after_s") else None,
+            ),
         )
         if progress.upload.file_id is not None:
             file = await self._files.file(call.key, progress.upload.file_id)

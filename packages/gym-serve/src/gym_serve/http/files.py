@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gym_serve.errors import Reason, ServiceError, invalid
+from gym_serve.files.announced import Announced
 from gym_serve.files.service import FileService
 from gym_serve.files.store import File, Upload
 from gym_serve.files.uploads import Progress
@@ -165,10 +166,12 @@ def file_routes(files: FileService, upload_expiry_s: float) -> list[Route]:
         body = await read_body(request, CreateUpload)
         progress: Progress = await files.uploads.begin(
             call_of(request).key,
-            filename=body.filename,
-            purpose=body.purpose,
-            size_bytes=body.bytes,
-            expires_after_s=body.expires_after.seconds if body.expires_after else None,
+            Announced(
+                filename=body.filename,
+                purpose=body.purpose,
+                size_bytes=body.bytes,
+                expires_after_s=body.expires_after.seconds if body.expires_after else None,
+            ),
         )
         return JSONResponse(_upload_object(progress.upload, upload_expiry_s))
 

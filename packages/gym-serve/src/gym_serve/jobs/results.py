@@ -18,8 +18,8 @@ from gym_sdk.events import MetricEvent, read_events
 from gym_sdk.rundir import RunDir
 from gym_serve._database import Database
 from gym_serve.catalog import Catalog, Model, ModelKind, tuned_name
+from gym_serve.files.announced import RESULT_PURPOSE
 from gym_serve.files.service import FileService
-from gym_serve.files.uploads import RESULT_PURPOSE
 from gym_serve.jobs import store
 from gym_serve.jobs.model import Artifact, Job, checkpoint_name
 
