@@ -113,7 +113,7 @@ class Quiet:
     def log(self, message: str) -> None: ...
 
 
-def compare(run: Path) -> dict[str, Any]:
+def compare(run: Path, calls: int | None) -> dict[str, Any]:
     """The figures of GEPA beside those of the run's report."""
     spec = load_spec(run / "spec.yaml")
     method = spec.method
@@ -125,6 +125,7 @@ def compare(run: Path) -> dict[str, Any]:
     teacher_spec = method.teacher or method.student
     teacher = Endpoint(teacher_spec, teacher_spec.model or spec.model.source, spec.seed, answers)
     run_calls = report["money"]["training"]["calls"]
+    most_calls = run_calls if calls is None else calls
     fenced = 0
 
     def evaluate(data: Any, response: str) -> EvaluationResult:
@@ -152,7 +153,7 @@ def compare(run: Path) -> dict[str, Any]:
             method.student.max_concurrency,
         ),
         reflection_lm=reflect,
-        stop_callbacks=lambda state: student.calls + teacher.calls >= run_calls,
+        stop_callbacks=lambda state: student.calls + teacher.calls >= most_calls,
         logger=Quiet(),
         seed=spec.seed,
     )
@@ -187,4 +188,6 @@ def compare(run: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    print(json.dumps(compare(parser.parse_args().run), ensure_ascii=False))
+    parser.add_argument("--calls", type=int, help="calls of GEPA; those of the run's training when not given")
+    arguments = parser.parse_args()
+    print(json.dumps(compare(arguments.run, arguments.calls), ensure_ascii=False))
