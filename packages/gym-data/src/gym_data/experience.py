@@ -114,7 +114,7 @@ class ExperienceLibrary:
             parts = (*before, Part("text", _joined(last.text, text)))
         else:
             parts = (*message.parts, Part("text", text))
-        return [*messages[:index], replace(message, parts=parts), *messages[index + 1 :]]
+        return [*messages[:index], message._replace(parts=parts), *messages[index + 1 :]]
 
     def _index(self, roles: Sequence[object]) -> int | None:
         """The message that the text is added to; None for a system message of its own, in front."""

@@ -1,13 +1,13 @@
 """The canonical form of a row: every format converts to it without loss, and back.
 
 JSON that belongs to the user (tool schemas, call arguments, whatever else a row held) stays JSON text, so that no value
-ever changes its type on the way.
+ever changes its type on the way. Named tuples, because a row is a dozen of them: they cannot be changed either, and are
+made in a quarter of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -18,8 +18,7 @@ MEDIA_TYPES: tuple[PartType, ...] = ("image", "audio", "video")
 RecordKind = Literal["text", "chat", "preference", "unpaired", "prompt", "stepwise", "tokens"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """A call that the assistant makes. `arguments_json` is JSON text, as the row had it or dumped from its object."""
 
     name: str
@@ -27,8 +26,7 @@ class ToolCall:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of a message: text, reasoning and refusal have `text`; media a path, URL or data URI; calls a `call`."""
 
     type: PartType
@@ -37,8 +35,7 @@ class Part:
     call: ToolCall | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One turn. `train` overrides which turns are trained; `weight` 0 leaves an assistant's turn untrained."""
 
     role: Role
@@ -65,8 +62,7 @@ class Message:
         return tuple(part.call for part in self.parts if part.call is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A continuation of the prompt, with what is known about its worth: rank 0 is best; a label is good or bad."""
 
     messages: tuple[Message, ...]
@@ -75,8 +71,7 @@ class Candidate:
     score: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where a record came from. `row` counts from 1; for line-based files it is the line number."""
 
     uri: str
@@ -85,8 +80,7 @@ class Source:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One row. A chat is `prompt` and the one candidate that ends it; `messages` is the whole of it."""
 
     kind: RecordKind

@@ -7,7 +7,6 @@ the forbidden tokens. Everything else is encoded exactly as usual.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from itertools import pairwise
 
 import tokenizers
 
+from gym_data.encoding.spec import read_spec, spec_text
 from gym_sdk.errors import DataError
 
 # Noncharacters, never in real text, that stand before a piece that is not the first: it gets no prefix space then.
@@ -106,9 +106,9 @@ class SplitEncoder:
         return self._clone(self._forbidden)
 
     def _clone(self, without: frozenset[str]) -> tokenizers.Tokenizer:
-        spec = json.loads(self._json)
+        spec = read_spec(self._json)
         spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in without]
-        clone = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+        clone = tokenizers.Tokenizer.from_str(spec_text(spec))
         clone.add_special_tokens([tokenizers.AddedToken(_ANCHOR, special=True, normalized=False)])
         return clone
 

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from gym_data.encoding.fast import FastCheck, FastEncoder, fast_encoder
+from gym_data.encoding.spec import read_spec, spec_text
 from gym_data.encoding.special import AddedToken, SplitEncoder
 from gym_sdk.errors import ModelError, Where
 
@@ -38,14 +40,15 @@ class Tokenizer:
         folder: str | None = None,
     ) -> None:
         """Prefer `from_folder`. `named_tokens` maps `bos_token` and the like to their text."""
-        spec = json.loads(tokenizer_json)
+        spec = read_spec(tokenizer_json)
         # Special tokens are written by templates, never by a post-processor; without it, offsets are those of the text.
         self._adds_bos = _post_processor_starts_with(spec.get("post_processor"), named_tokens.get("bos_token"))
         spec["post_processor"] = spec["truncation"] = spec["padding"] = None
-        self.json_text: str = json.dumps(spec, ensure_ascii=False)
+        self.json_text: str = spec_text(spec)
         self.backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(self.json_text)
         self.sha256: str = hashlib.sha256(
-            json.dumps([self.json_text, named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
+            json.dumps([named_tokens, sorted(eos_ids), chat_templates], sort_keys=True).encode()
+            + self.json_text.encode("utf-8", "surrogatepass")
         ).hexdigest()
         self.folder = folder
         self.allow_fast: bool = True
@@ -62,7 +65,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_eos, *eos_ids]))
         pad = self._id_of("pad_token")
         self.pad_id: int = pad if pad is not None else self.eos_ids[0] if self.eos_ids else 0
-        self.vocab_size: int = max(self.backend.get_vocab().values()) + 1
+        self.vocab_size: int = _vocab_size(spec, self.backend)
         self._special = SplitEncoder(
             self.json_text, self.added_tokens, {t.text for t in self.added_tokens if t.special}
         )
@@ -199,3 +202,10 @@ def _post_processor_starts_with(processor: Any, token: str | None) -> bool:
         return any(_post_processor_starts_with(inner, token) for inner in processor.get("processors", []))
     first = (processor.get("single") or [None])[0]
     return isinstance(first, dict) and first.get("SpecialToken", {}).get("id") == token
+
+
+def _vocab_size(spec: dict[str, Any], backend: tokenizers.Tokenizer) -> int:
+    """One more than the largest id. The backend's own dictionary of a large vocabulary takes a second to make."""
+    vocab = spec["model"].get("vocab")
+    ids = vocab.values() if isinstance(vocab, dict) else backend.get_vocab().values()
+    return max(chain(ids, (token["id"] for token in spec.get("added_tokens") or ()), (-1,))) + 1

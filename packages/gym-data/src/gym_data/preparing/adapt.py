@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from gym_data.record import MEDIA_TYPES, Message, Part, Record
@@ -29,7 +28,7 @@ def adapted(messages: tuple[Message, ...], data: DataSpec, record: Record) -> tu
     """Messages as `data.thinking` and `data.system` want them."""
     if data.thinking == "drop":
         messages = tuple(
-            replace(message, parts=tuple(part for part in message.parts if part.type != "reasoning"))
+            message._replace(parts=tuple(part for part in message.parts if part.type != "reasoning"))
             for message in messages
         )
     systems = [message for message in messages if message.role in ("system", "developer")]
@@ -42,20 +41,21 @@ def adapted(messages: tuple[Message, ...], data: DataSpec, record: Record) -> tu
     if first is None:
         raise row_error(record, "there is no user's turn to merge the system turn into")
     text = "\n\n".join(message.text for message in systems)
-    merged = replace(rest[first], parts=(Part("text", f"{text}\n\n"), *rest[first].parts))
+    merged = rest[first]._replace(parts=(Part("text", f"{text}\n\n"), *rest[first].parts))
     return (*rest[:first], merged, *rest[first + 1 :])
 
 
 def refuse_media(record: Record) -> None:
     """Raises DataError for a row with images, audio or video."""
-    for message in (*record.prompt, *(m for candidate in record.candidates for m in candidate.messages)):
-        for part in message.parts:
-            if part.type in MEDIA_TYPES:
-                raise row_error(
-                    record,
-                    f"the row has {part.type} content, which is not trained on",
-                    "Such rows can be inspected, validated, converted and split; take them out before training.",
-                )
+    for messages in (record.prompt, *[candidate.messages for candidate in record.candidates]):
+        for message in messages:
+            for part in message.parts:
+                if part.type in MEDIA_TYPES:
+                    raise row_error(
+                        record,
+                        f"the row has {part.type} content, which is not trained on",
+                        "Such rows can be inspected, validated, converted and split; take them out before training.",
+                    )
 
 
 def row_error(record: Record, message: str, hint: str | None = None) -> DataError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_data.preparing.documents import EncodedRow, RowEncoder
+from gym_data.preparing.documents import EncodedDocument, EncodedRow, RowEncoder
 from gym_data.record import Record
 from gym_data.sources.chunk import Chunk
 from gym_data.sources.records import RecordReader, Seen
@@ -86,18 +86,31 @@ def _collection_paused() -> Iterator[None]:
 
 
 def _assemble(rows: list[EncodedRow], salt: bytes) -> EncodedBatch:
-    groups = [(row, group) for row in rows for group in row.groups]
-    documents = [(row, document) for row, group in groups for document in group]
+    salted = hashlib.blake2b(key=salt, digest_size=16)
+    ids: list[NDArray[np.uint32]] = []
+    masks: list[NDArray[np.uint8]] = []
+    numbers: list[int] = []
+    roles: list[int] = []
+    group_sizes: list[int] = []
+    hashes: list[bytes] = []
+    for row in rows:
+        number = row.source.row if row.source else 0
+        for group in row.groups:
+            group_sizes.append(len(group))
+            hashes.append(content_hash(group, salted))
+            for document in group:
+                ids.append(document.ids)
+                masks.append(document.loss_mask)
+                numbers.append(number)
+                roles.append(document.role)
     batch = EncodedBatch(
-        tokens=_concatenated([document.ids for _, document in documents], np.uint32),
-        loss_mask=_concatenated([document.loss_mask for _, document in documents], np.uint8),
-        lengths=np.array([len(document.ids) for _, document in documents], np.int64),
-        rows=np.array([row.source.row if row.source else 0 for row, _ in documents], np.int64),
-        roles=np.array([document.role for _, document in documents], np.uint8),
-        group_sizes=np.array([len(group) for _, group in groups], np.int64),
-        hashes=np.frombuffer(
-            b"".join(content_hash([document.ids for document in group], salt) for _, group in groups), np.uint8
-        ).reshape(-1, 16),
+        tokens=_concatenated(ids, np.uint32),
+        loss_mask=_concatenated(masks, np.uint8),
+        lengths=np.array([len(one) for one in ids], np.int64),
+        rows=np.array(numbers, np.int64),
+        roles=np.array(roles, np.uint8),
+        group_sizes=np.array(group_sizes, np.int64),
+        hashes=np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 16),
         num_rows=len(rows),
         num_used=sum(1 for row in rows if row.groups),
         num_truncated=sum(row.truncated for row in rows),
@@ -105,20 +118,23 @@ def _assemble(rows: list[EncodedRow], salt: bytes) -> EncodedBatch:
         objectives=dict(Counter(row.objective for row in rows)),
     )
     for row in rows:
-        place = f"{row.source.uri}:{row.source.row}" if row.source else "?"
         if row.dropped and not row.groups:
-            batch.dropped.setdefault(row.dropped, Seen()).add(place, MAX_LISTED)
+            batch.dropped.setdefault(row.dropped, Seen()).add(_place(row), MAX_LISTED)
         for path in row.left_out:
-            batch.left_out.setdefault(path.split(".", 1)[1], Seen()).add(place, MAX_LISTED)
+            batch.left_out.setdefault(path.split(".", 1)[1], Seen()).add(_place(row), MAX_LISTED)
     return batch
 
 
-def content_hash(documents: list[NDArray[Any]], salt: bytes) -> bytes:
-    """16 bytes that are equal for equal documents; their order is random but fixed by `salt`."""
-    digest = hashlib.blake2b(key=salt, digest_size=16)
-    for ids in documents:
-        digest.update(len(ids).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(ids).data)
+def _place(row: EncodedRow) -> str:
+    return f"{row.source.uri}:{row.source.row}" if row.source else "?"
+
+
+def content_hash(group: Iterable[EncodedDocument], salted: hashlib.blake2b) -> bytes:
+    """16 bytes that are equal for equal documents; their order is random but fixed by the key of `salted`."""
+    digest = salted.copy()
+    for document in group:
+        digest.update(len(document.ids).to_bytes(8, "little"))
+        digest.update(document.ids.tobytes())
     return digest.digest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from gym_data.formats import RowError, format_named
@@ -12,7 +11,7 @@ from gym_data.record import Candidate, Message, Record, Source
 def converted(record: Record, name: str) -> dict[str, Any]:
     """The record as a row of the format `name`. Raises RowError when the format cannot say all of it."""
     target = format_named(name)
-    bare = replace(record, meta_json=None) if record.source is None or record.source.format != name else record
+    bare = record._replace(meta_json=None) if record.source is None or record.source.format != name else record
     place = record.source or Source("", name, 0)
     try:
         row = target.export(bare)
@@ -27,10 +26,10 @@ def converted(record: Record, name: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Without empty parts, which formats write in different ways."""
+    if isinstance(value, Candidate):
+        return value._replace(messages=_plain(value.messages))
+    if isinstance(value, Message):
+        return value._replace(parts=tuple(part for part in value.parts if part.text != ""))
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
-    if isinstance(value, Candidate):
-        return replace(value, messages=_plain(value.messages))
-    if isinstance(value, Message):
-        return replace(value, parts=tuple(part for part in value.parts if part.text != ""))
     return value

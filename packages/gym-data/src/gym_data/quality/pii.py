@@ -6,7 +6,6 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from gym_data.record import Message, Record
 
@@ -42,20 +41,18 @@ def masked_record(record: Record, found: Counter[str]) -> Record:
 
     def message(given: Message) -> Message:
         parts = tuple(
-            replace(
-                part,
+            part._replace(
                 text=None if part.text is None else masked(part.text, found),
-                call=part.call and replace(part.call, arguments_json=masked(part.call.arguments_json, found)),
+                call=part.call and part.call._replace(arguments_json=masked(part.call.arguments_json, found)),
             )
             for part in given.parts
         )
-        return replace(given, parts=parts)
+        return given._replace(parts=parts)
 
-    return replace(
-        record,
+    return record._replace(
         prompt=tuple(map(message, record.prompt)),
         candidates=tuple(
-            replace(candidate, messages=tuple(map(message, candidate.messages))) for candidate in record.candidates
+            candidate._replace(messages=tuple(map(message, candidate.messages))) for candidate in record.candidates
         ),
     )
 

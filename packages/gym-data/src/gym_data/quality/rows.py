@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,8 +86,8 @@ def text_of(record: Record) -> str:
 
 def content_key(record: Record) -> bytes:
     """16 bytes that are equal for records that say the same, whatever they are called and wherever they came from."""
-    bare = replace(
-        record, id=None, source=None, weight=None, meta_json=record.meta_json if not record.messages else None
+    bare = record._replace(
+        id=None, source=None, weight=None, meta_json=record.meta_json if not record.messages else None
     )
     return hashlib.blake2b(repr(bare).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

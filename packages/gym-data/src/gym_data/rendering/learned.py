@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from gym_data.record import Message
 from gym_data.rendering.recorded import Program, Recorded, Recorder, Text, Untraceable, joined
 from gym_data.rendering.spans import Span
@@ -23,6 +25,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 Shape = tuple[tuple[str, bool, bool], ...]
 """Of each message: its role, whether it has content, whether it has reasoning."""
 
+ID_BYTES = 4
+"""Bytes of a token id, a uint32."""
 CHECKED_FIRST = 8
 CHECKED_EVERY = 64
 """A program's first texts, and then every so many, are compared with the template's."""
@@ -35,10 +39,15 @@ class Turn:
     message: int
     start_control: int
     """The turn starts after this one (counted from 0) ..."""
-    lead: tuple[int, ...]
-    """... and these tokens, the rest of the generation prompt."""
+    lead: bytes
+    """... and these tokens, the rest of the generation prompt: uint32 side by side."""
     stop_control: int | None
     """The turn ends with this one; at the end of the text when None."""
+
+    @property
+    def num_lead(self) -> int:
+        """The number of tokens in `lead`."""
+        return len(self.lead) // ID_BYTES
 
 
 @dataclass(slots=True)
@@ -46,7 +55,7 @@ class Learned:
     """What was learnt of a shape."""
 
     program: Program
-    controls: tuple[int, ...]
+    controls: list[int]
     """Ids of the control tokens, in order."""
     turns: tuple[Turn, ...]
     left_out: tuple[str, ...]
@@ -160,7 +169,7 @@ def _positions(
     control: re.Pattern[str],
     id_of: Callable[[str], int],
     encode: Callable[[str], list[int]],
-) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
+) -> tuple[tuple[Turn, ...], list[int]]:
     """The turns by control tokens, which must all be the template's."""
     literals: list[tuple[int, int]] = []
     position = 0
@@ -191,8 +200,8 @@ def _positions(
             stop_control = next((i for i, place in enumerate(found) if place == (span.stop_start, span.stop)), None)
             if stop_control is None:
                 raise _NotBetweenControls
-        turns.append(Turn(span.message, before[-1], tuple(lead), stop_control))
-    return tuple(turns), tuple(id_of(text[start:stop]) for start, stop in found)
+        turns.append(Turn(span.message, before[-1], np.array(lead, np.uint32).tobytes(), stop_control))
+    return tuple(turns), [id_of(text[start:stop]) for start, stop in found]
 
 
 def _value(stretch: Text, inputs: Sequence[str]) -> str:

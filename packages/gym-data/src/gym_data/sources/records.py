@@ -37,6 +37,10 @@ def read_records(source: DataSource) -> Iterator[Record]:
     reader.check_not_empty()
 
 
+MAX_LINES = 5
+"""Rows of each format that a message lists."""
+
+
 @dataclass
 class Seen:
     """How often something was met, and where first."""
@@ -44,13 +48,13 @@ class Seen:
     count: int = 0
     lines: list[str] = field(default_factory=list)
 
-    def add(self, line: str, limit: int = 5) -> None:
+    def add(self, line: str, limit: int) -> None:
         """Counts one, and lists it unless `limit` are listed."""
         self.count += 1
         if len(self.lines) < limit:
             self.lines.append(line)
 
-    def merge(self, other: Seen, limit: int = 5) -> None:
+    def merge(self, other: Seen, limit: int = MAX_LINES) -> None:
         """Adds what another chunk met."""
         self.count += other.count
         self.lines += other.lines[: max(0, limit - len(self.lines))]
@@ -80,7 +84,7 @@ class RecordReader:
         rows = self._rows(chunk)
         for number, row in rows:
             found = self._format_of(chunk.uri, number, row)
-            self.seen.setdefault(found.name, Seen()).add(self._label(chunk.uri, number))
+            self._saw(found.name, chunk.uri, number)
             if self.is_mixed:
                 for later, other in rows:
                     self._count(chunk.uri, later, other)
@@ -117,7 +121,15 @@ class RecordReader:
 
     def _count(self, uri: str, number: int, row: dict[str, Any]) -> None:
         found = detect(self._columns.mapped(row) if self._columns else row)
-        self.seen.setdefault(found.name if found else "unknown", Seen()).add(self._label(uri, number))
+        self._saw(found.name if found else "unknown", uri, number)
+
+    def _saw(self, name: str, uri: str, number: int) -> None:
+        seen = self.seen.get(name)
+        if seen is None:
+            seen = self.seen[name] = Seen()
+        seen.count += 1
+        if len(seen.lines) < MAX_LINES:
+            seen.lines.append(self._label(uri, number))
 
     def _label(self, uri: str, number: int) -> str:
         """A row's number, with its file where the source has several."""
