@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gym_data._json import loads
-from gym_data.sources.chunk import Chunk, JsonLines, Rows, json_error
+from gym_data.sources.chunk import Chunk, JsonLines, NumberedRow, Rows, json_error
+from gym_data.sources.json_list import list_rows
 from gym_data.sources.open_bytes import open_bytes, skip_bytes
 from gym_sdk.errors import DataError, Where
 
@@ -56,20 +57,23 @@ def json_chunks(uri: str) -> Iterator[Chunk]:
         else:
             yield from jsonl_chunks(uri)
             return
+    if start.startswith(b"["):
+        with open_bytes(uri) as file:
+            yield from _in_parts(uri, list_rows(file, uri))
+        return
     with open_bytes(uri) as file:
         text = file.read().removeprefix(BOM)
     try:
-        value = loads(text)
+        row = loads(text)
     except ValueError as error:
         raise json_error(error, text, uri, 1) from None
-    listed = value if isinstance(value, list) else [value]
-    rows = []
-    for number, row in enumerate(listed, 1):
-        if not isinstance(row, dict):
-            raise DataError("a row must be a JSON object", where=Where(file=uri, line=number))
-        rows.append((number, row))
-    numbered = iter(rows)
-    while part := list(islice(numbered, LIST_ROWS)):
+    if not isinstance(row, dict):
+        raise DataError("a row must be a JSON object", where=Where(file=uri, line=1))
+    yield Rows(uri, [(1, row)])
+
+
+def _in_parts(uri: str, rows: Iterator[NumberedRow]) -> Iterator[Rows]:
+    while part := list(islice(rows, LIST_ROWS)):
         yield Rows(uri, part)
 
 
