@@ -69,7 +69,7 @@ def test_rows_and_faults_are_those_of_the_whole_text(
             return
         if "end of data" not in wanted.message:
             assert (caught.value.where.line, caught.value.where.column) == (wanted.where.line, wanted.where.column)
-        assert caught.value.message.startswith("not valid JSON") or "\0" in text
+        assert caught.value.message.startswith("not valid JSON") or "\0" in text[:4]
         return
     if all(isinstance(row, dict) for row in expected):
         assert read(data, block_bytes, monkeypatch) == expected

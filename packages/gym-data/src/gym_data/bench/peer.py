@@ -31,7 +31,8 @@ _SCRIPT = Path(__file__).with_name("_trl_script.py")
 
 @dataclass(frozen=True, slots=True)
 class PeerBench:
-    """CPU time of both, with the same tokenizer, template and file, on one core, the reading of the tokenizer included."""
+    """CPU time of both on one core, the reading of the tokenizer included; the tokenizer, template and file are the
+    same."""
 
     peer: str
     tokenizer_path: str

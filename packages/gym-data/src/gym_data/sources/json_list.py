@@ -99,7 +99,8 @@ class _Text:
     def fault(self) -> DataError:
         """What is wrong with the list from what is kept on."""
         line, column = self._place(self._kept)
-        bracket = b"[" if self._kept else b""  # which stands before the elements, and is not kept
+        # The bracket is not kept; the spaces are there because NULs in the first bytes of a file mean UTF-16.
+        bracket = b"    [" if self._kept else b""
         text = bracket + self._text[self._kept - self._first :].encode()
         try:
             loads(text)
