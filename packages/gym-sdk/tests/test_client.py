@@ -152,6 +152,7 @@ def test_a_streamed_answer_is_asked_for_again_until_its_first_piece_has_come(gym
     with pytest.raises(Unavailable) as caught:
         stream.collect()
     assert (stream.so_far().text, caught.value.never_sent) == ("a b", False)
+    assert caught.value.message.startswith("the connection to ")
     assert daemon.count("StreamChatCompletion") == 4
 
 
@@ -214,8 +215,9 @@ def test_a_quota_is_not_asked_again(gym: Gym, daemon: Daemon, spec_path: Path) -
 
 
 def test_the_deadline_holds_over_all_attempts(base_url: str, daemon: Daemon) -> None:
-    daemon.fail("GetServerInfo", Refusal(Code.UNAVAILABLE, "ENGINE_DOWN", "down", retry_after_s=0.2), times=1000)
-    with Gym(base_url, api_key=KEY, timeout_s=0.5) as gym, pytest.raises(Unavailable, match="down"):
+    daemon.fail("GetServerInfo", Refusal(Code.UNAVAILABLE, "ENGINE_DOWN", "down", retry_after_s=0.3), times=1000)
+    # Where the machine is slow, time runs out in an attempt and not between two.
+    with Gym(base_url, api_key=KEY, timeout_s=1.0) as gym, pytest.raises((Unavailable, TimedOut)):
         gym.server_info()
     assert 2 <= daemon.count("GetServerInfo") <= 4
 

@@ -15,8 +15,8 @@ from gym_sdk.client.errors import RemoteError, Unavailable, remote_error
 from gym_sdk.client.settings import Settings
 
 DETAILS_KEY = "grpc-status-details-bin"
-NO_CONNECTION = "failed to connect to all addresses"
-"""How gRPC's core (pick_first) begins its message when it had no connection to send a call on."""
+NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
+"""How gRPC's core begins its message when it had no connection to send a call on (the same in 1.66 and 1.85)."""
 HTTP_CODES = {
     400: "INTERNAL",
     401: "UNAUTHENTICATED",
@@ -71,12 +71,16 @@ def cannot_reach(settings: Settings, problem: str, request_id: str, *, never_sen
     brief = " ".join(problem.split())
     if "Connection refused" in brief:
         brief = "connection refused"
-    if settings.is_local and settings.origin == "default":
+    message = f"no daemon answers at {settings.base_url}"
+    if not never_sent:
+        message = f"the connection to {settings.base_url} broke"
+        hint = "the daemon was restarted, or the line was cut; try again"
+    elif settings.is_local and settings.origin == "default":
         hint = "start one with `gym serve`, or name another with --base-url, GYM_BASE_URL or a profile"
     else:
         hint = f"the address is from {settings.origin}; is the daemon running, and does a firewall let you through?"
     error = Unavailable(
-        f"no daemon answers at {settings.base_url}" + (f" ({brief[:200]})" if brief else ""),
+        message + (f" ({brief[:200]})" if brief else ""),
         code="UNAVAILABLE",
         request_id=request_id,
         hint=hint,
