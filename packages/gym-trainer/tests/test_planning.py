@@ -16,6 +16,7 @@ from gym_trainer.fast.apply import FastPath, applied
 from gym_trainer.fast.attention import PER_DOCUMENT, attention_of
 from gym_trainer.planning import DEVICES, DataShape, Plan, by_name, plan, render
 from gym_trainer.planning.estimate import Estimator, Simulations
+from gym_trainer.planning.hardware import GIB
 from gym_trainer.planning.simulate import Simulator
 from gym_trainer.planning.source import teacher_bytes
 from gym_trainer.planning.workload import MicroBatchShape, layer_pattern, meta_model, shortened
@@ -323,3 +324,56 @@ def test_recomputation_changes_nothing_but_memory_and_leaves_no_trace():
     assert not any("forward" in layer.__dict__ for layer in model.model.layers)
     with pytest.raises(ValueError, match="3 decoder layers"), applied(model, FastPath(recompute_layers=4)):
         pass
+
+
+FULL_8B = {"adapter": {"kind": "full"}, "data": {"train": [{"source": "d"}], "max_length": 2048}}
+STEP_OF_8192 = DataShape(num_rows=40, num_tokens=81_920, longest_row_tokens=2048, longest_step_tokens=8192)
+
+
+def _full_8b(limit_gb: float, host_gib: int | None = 120, performance: dict | None = None, **train) -> Plan:
+    card = dataclasses.replace(DEVICES["h200"], host_memory_bytes=None if host_gib is None else host_gib * GIB)
+    spec = _spec(**FULL_8B, train={"batch_size": 4} | train, performance=performance or {})
+    return plan(spec, QWEN3_8B, card.limited_to(int(limit_gb * 1e9)), data=STEP_OF_8192, compare=False)
+
+
+def test_full_training_without_room_for_gradients_moves_weights_in_the_backward_pass():
+    plain = _full_8b(141, max_grad_norm=None)
+    assert not plain.optimizer_in_backward
+    assert not plain.offload_optimizer
+    fused = _full_8b(66, performance={"offload_optimizer": "off"}, max_grad_norm=None)
+    assert fused.optimizer_in_backward
+    assert not fused.offload_optimizer
+    assert fused.memory.gradients == 0
+    assert fused.micro_batch_tokens == 8192  # the whole step: gradients of two micro-batches would have to wait
+    assert fused.memory.optimizer == pytest.approx(2 * plain.memory.weights, rel=1e-6)
+    tight = _full_8b(40, max_grad_norm=None)
+    assert tight.optimizer_in_backward
+    assert tight.offload_optimizer
+    assert tight.memory.optimizer_in_host == fused.memory.optimizer
+    assert tight.memory.optimizer < tight.memory.optimizer_in_host / 8
+    assert tight.speed.throughput_tokens_per_s < plain.speed.throughput_tokens_per_s
+    assert "in the backward pass, states in host memory" in render(tight)
+
+
+def test_states_that_host_memory_cannot_hold_are_not_put_there():
+    with pytest.raises(DoesNotFit):
+        _full_8b(40, host_gib=24, max_grad_norm=None)
+    reasons = {part.name: part for part in _full_8b(66, host_gib=24, max_grad_norm=None).parts}
+    assert reasons["optimizer states in host memory"].why == (
+        "states of 30.5 GiB, and 24.0 GiB of host memory are free"
+    )
+
+
+def test_clipping_keeps_weights_from_moving_early_and_the_hint_says_so():
+    parts = {part.name: part for part in _full_8b(141).parts}
+    assert "clipping needs every gradient" in parts["optimizer in the backward pass"].why
+    with pytest.raises(DoesNotFit) as error:
+        _full_8b(50, performance={"offload_optimizer": "off"})
+    assert error.value.hint is not None
+    assert error.value.hint.startswith("train.max_grad_norm=null with train.optimizer=adamw_8bit would fit")
+
+
+def test_what_was_asked_for_and_cannot_be_had_is_refused_with_the_reason():
+    with pytest.raises(UserError, match=r"offload_optimizer is on: states of 30\.5 GiB") as error:
+        _full_8b(141, host_gib=24, performance={"offload_optimizer": "on"})
+    assert error.value.hint == "set performance.offload_optimizer=auto"

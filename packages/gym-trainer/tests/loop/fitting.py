@@ -51,6 +51,7 @@ def fit_tiny(
     packed: bool = True,
     store: TinyStore | None = None,
     eval_rows: StoreRows | None = None,
+    settings: dict[str, Any] | None = None,
     **options: Any,
 ) -> FitResult:
     """One fit in this process, on one thread: sums are added in the same order in every process."""
@@ -59,19 +60,19 @@ def fit_tiny(
     run_path.mkdir(exist_ok=True)
     (run_path / "checkpoints").mkdir(exist_ok=True)
     model = tiny_model()
-    settings = FitSettings(
-        device="cpu",
-        dtype=torch.float32,
-        attention=attention.choose(model.config, "cpu", torch.float32),
-        packed=packed,
-        micro_batch_tokens=120,
-    )
+    chosen = {
+        "device": "cpu",
+        "dtype": torch.float32,
+        "attention": attention.choose(model.config, "cpu", torch.float32),
+        "packed": packed,
+        "micro_batch_tokens": 120,
+    }
     try:
         with EventWriter(run_path / "events.jsonl") as events:
             return fit(
                 attach(model, spec.adapter, seed=spec.seed).model,
                 spec,
-                settings,
+                FitSettings(**chosen | (settings or {})),
                 SftObjective(),
                 train_rows=StoreRows(store or tiny_store(48)),
                 eval_rows=eval_rows,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gym_sdk.spec.adapter import PEFT_PREFIXES, adapters_beside
 from gym_sdk.spec.method import find_method_conflicts
+from gym_sdk.spec.performance import why_not_in_backward, why_not_offloaded
 from gym_sdk.spec.training_free import find_training_free_conflicts
 
 if TYPE_CHECKING:
@@ -195,6 +196,13 @@ def _is_given(section: SpecModel, name: str) -> bool:
 
 
 def _hardware(spec: RunSpec) -> list[Conflict]:
+    found: list[Conflict] = []
     if spec.performance.device == "cpu" and spec.performance.attention == "varlen":
-        return [("performance.attention", "varlen needs a CUDA device, and performance.device is cpu")]
-    return []
+        found.append(("performance.attention", "varlen needs a CUDA device, and performance.device is cpu"))
+    for name, why_not in (
+        ("optimizer_in_backward", why_not_in_backward(spec)),
+        ("offload_optimizer", why_not_offloaded(spec)),
+    ):
+        if getattr(spec.performance, name) == "on" and why_not is not None:
+            found.append((f"performance.{name}", why_not))
+    return found

@@ -44,8 +44,8 @@ class TrainSpec(SpecModel):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay. 0, because few adapter weights overfit by size."""
 
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients longer than this are scaled down to it."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients longer than this, all of them taken as one, are scaled down to it; `null` leaves them as they are."""
 
     optimizer: Literal[
         "adamw",

@@ -57,6 +57,8 @@ class FitSettings:
     offload: bool = False
     compile: bool = False
     recompute_layers: int = 0
+    optimizer_in_backward: bool = False
+    offload_optimizer: bool = False
     loss_chunk_size: int | None = None
     flops_per_token: float | None = None
     peak_flops_per_s: float | None = None
@@ -75,6 +77,8 @@ class FitSettings:
             offload=plan.offload,
             compile=plan.compile,
             recompute_layers=plan.recompute_layers,
+            optimizer_in_backward=plan.optimizer_in_backward,
+            offload_optimizer=plan.offload_optimizer,
             loss_chunk_size=plan.loss_chunk_size,
             flops_per_token=plan.speed.flops_per_token,
             peak_flops_per_s=plan.speed.peak_flops_per_s,
@@ -134,6 +138,7 @@ def fit(
         micro_batch_tokens=settings.micro_batch_tokens,
         layout=layout,
         device=args.device,
+        whole_steps=settings.optimizer_in_backward,
         on_out_of_memory=lambda before, after: events.log(
             "warning", f"out of memory: micro-batches of {after} tokens from here on, instead of {before}; same steps"
         ),
@@ -185,6 +190,8 @@ def fit(
             meter=meter,
             loss_chunk_size=settings.loss_chunk_size,
             build_optimizer=optimizer_builder(spec.train, spec.adapter),
+            optimizer_in_backward=settings.optimizer_in_backward,
+            offload_optimizer=settings.offload_optimizer,
             callbacks=[EventCallback(events, run_path, progress), StopCallback(stop)],
         )
         if mirror is not None:

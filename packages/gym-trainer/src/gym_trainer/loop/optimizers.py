@@ -62,7 +62,7 @@ def optimizer_arguments(train: TrainSpec) -> dict[str, Any]:
         "optim_target_modules": "all-linear" if train.optimizer in ("galore_adamw", "apollo_adamw") else None,
         "learning_rate": train.learning_rate,
         "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
+        "max_grad_norm": train.max_grad_norm or 0.0,
     }
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,15 @@ class StepRunner:
         micro_batch_tokens: int,
         layout: Layout,
         device: torch.device,
+        whole_steps: bool = False,
         on_out_of_memory: Callable[[int, int], None] = lambda before, after: None,
     ) -> None:
-        """`on_out_of_memory` hears the old and the new micro-batch size in tokens."""
+        """`on_out_of_memory` hears the old and the new micro-batch size in tokens.
+
+        With `whole_steps` weights move in the backward pass: a step is one micro-batch whatever its size, and one that
+        has begun to move them cannot be tried again.
+        """
+        self.whole_steps = whole_steps
         self.objective = objective
         self.micro_batch_tokens: int = micro_batch_tokens
         self.layout: Layout = layout
@@ -80,12 +86,20 @@ class StepRunner:
             step = self.objective.prepared_step(model, step)
         while True:
             random_state = _random_state(self.device)
+            at_once = self.whole_steps and backward is not None
             bins = self._bins(step.rows)
+            if at_once:
+                bins = [tuple(chain.from_iterable(bins))]
             try:
                 return self._run(model, step, bins, backward, no_sync)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
+                if at_once:
+                    raise RunFailed(
+                        f"out of memory on a step of {step.num_tokens} tokens, whose weights move in its backward pass",
+                        hint="lower train.batch_size or data.max_length, and go on from the last checkpoint",
+                    ) from None
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             self._halve(bins)
             _forget_gradients(model.wrapped)
@@ -153,7 +167,8 @@ class StepRunner:
         for batch in batches(bins):
             with torch.set_grad_enabled(backward is not None), no_sync():
                 result = self.objective.loss(model, batch, statistics)
-                if backward is not None:
+                # Where weights move in the backward pass, a loss that ends the run must not move them first.
+                if backward is not None and (not self.whole_steps or bool(result.loss.isfinite())):
                     backward(result.loss / normaliser)
             loss_total += result.loss.detach().double()
             for name, ratio in result.metrics.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,9 @@ from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import RowSource, StepBatch
 from gym_trainer.loop.dataset import StepDataset, StreamSteps
 from gym_trainer.loop.forward import ForwardModel
+from gym_trainer.loop.host_states import HostStates
 from gym_trainer.loop.metrics import StepMeter
+from gym_trainer.loop.one_weight import GradientNorm, OneWeightOptimizer, stepping_in_backward
 from gym_trainer.loop.step import StepRunner
 
 _KEPT_LOG_LINES = 1000
@@ -54,9 +57,15 @@ class GymTrainer(Trainer):
         meter: StepMeter | None = None,
         loss_chunk_size: int | None = None,
         build_optimizer: Callable[[nn.Module, TrainingArguments], torch.optim.Optimizer] | None = None,
+        optimizer_in_backward: bool = False,
+        offload_optimizer: bool = False,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         """`args.output_dir` is the folder of the checkpoints."""
+        self.optimizer_in_backward = optimizer_in_backward
+        self.offload_optimizer = offload_optimizer
+        self._gradient_norm = GradientNorm()
+        self._while_training = ExitStack()
         self.runner = runner
         self.train_steps = train_steps
         self.keep_checkpoints = keep_checkpoints
@@ -101,7 +110,17 @@ class GymTrainer(Trainer):
         chosen = cast(torch.optim.Optimizer | None, self.optimizer)  # None until this method is called
         if chosen is None and self._build_optimizer is not None:
             self.optimizer = self._build_optimizer(cast(nn.Module, self.model if model is None else model), self.args)
-        return super().create_optimizer(model)
+        inner = super().create_optimizer(model)
+        if chosen is None and (self.optimizer_in_backward or self.offload_optimizer):
+            self.optimizer = OneWeightOptimizer(inner, HostStates(self.args.device) if self.offload_optimizer else None)
+            if self.optimizer_in_backward:
+                self._while_training.enter_context(stepping_in_backward(self.optimizer, self._gradient_norm))
+        return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own; weights move in backward passes until it ends."""
+        with self._while_training:
+            return super().train(*args, **kwargs)
 
     def use_weights_of_training(self, training: bool) -> None:
         """Schedule-free optimizers train at other weights than those that they have found; others do nothing."""
@@ -127,8 +146,9 @@ class GymTrainer(Trainer):
         self._current_step = step
         return torch.tensor(result.loss, device=self.args.device)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm before clipping, clipped or not. Of weights that have moved already there are no gradients left."""
+        norm = self._gradient_norm.take() if self.optimizer_in_backward else super()._get_grad_norm(model, grad_norm)
         # With a loss scaler an overflow is expected now and then: the scaler skips that step by itself.
         if self.accelerator.scaler is None and not math.isfinite(float(norm)):
             raise self._not_finite(f"the gradient's norm is {float(norm)}", self._current_step)

@@ -21,6 +21,14 @@ from gym_trainer.planning.decision import DataShape, Option, Plan, RunPlan, Spee
 from gym_trainer.planning.estimate import Estimator, MicroBatchEstimate, Simulations, optimizer_work
 from gym_trainer.planning.hardware import DEVICES, GIB, DtypeName, Hardware
 from gym_trainer.planning.memory import MemoryPlan, StaticMemory, overhead, product_workspace
+from gym_trainer.planning.optimizer_place import (
+    OptimizerPlace,
+    PlaceReasons,
+    copies_time_s,
+    gradients_in_backward,
+    states_on_device,
+    update_workspace,
+)
 from gym_trainer.planning.parts import parts_of, why_not_compiled, why_not_fused
 from gym_trainer.planning.speed import Work
 
@@ -52,6 +60,9 @@ class _Candidate:
     memory: MemoryPlan
     work: Work
     step_tokens: int
+    place: OptimizerPlace
+    update_time_s: float
+    """Of the optimizer's part of a step."""
 
     @property
     def micro_batch_time_s(self) -> float:
@@ -62,7 +73,7 @@ class _Candidate:
     def time_per_token_s(self) -> float:
         """Of a whole step. A small rest of it costs the host as much as a full micro-batch."""
         num_full, rest = divmod(self.step_tokens, self.micro_batch.num_tokens)
-        time_s = num_full * self.work.time_s
+        time_s = self.update_time_s + num_full * self.work.time_s
         if rest:
             time_s += self.work.time_of_share_s(rest / self.micro_batch.num_tokens)
         return time_s / self.step_tokens
@@ -124,25 +135,27 @@ def plan(
         compiled=compiled and not _too_short(spec, hardware, data),
         resident_bytes=resident_bytes(dtype) + beside_bytes(spec.adapter),
     )
-    held = estimator.static().total - estimator.static().gradients + estimator.resident_bytes
+    reasons = PlaceReasons.of(spec, hardware, dtype, estimator.static(), packed=choice is not None)
+    places = reasons.places(spec)
+    static = estimator.static()
+    held = static.frozen_weights + static.trained_weights + estimator.resident_bytes
+    held += 0 if places[-1].offload else static.optimizer
     if not suggest and held > hardware.memory_bytes:  # a search tries many: micro-batches take long to simulate
         raise DoesNotFit(f"what the run keeps takes {_gib(held)} GiB, and {hardware.name} has less")
-    candidates = list(_candidates(estimator, longest, data))
+    candidates = list(_candidates(estimator, places, longest, data))
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting and hardware.kind == "cuda":
         fast = dataclasses.replace(fast, loss_chunk_size=_SMALL_LOSS_CHUNK)
         simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
         estimator = dataclasses.replace(estimator, simulations=simulations)
-        candidates = list(_candidates(estimator, longest, data))
+        candidates = list(_candidates(estimator, places, longest, data))
         fitting = [candidate for candidate in candidates if candidate.memory.fits]
     if not fitting:
         hint = _what_would_fit(spec, config, hardware, data, resident_bytes) if suggest else None
         raise _does_not_fit(hardware, candidates, hint)
-    best = _best(fitting)
-    static = estimator.static()
-    step = optimizer_work(static, hardware)
+    best = _best(fitting, places)
     num_weights, num_trained = estimator.num_weights()
-    speed = _speed(estimator, best, step, dtype, data)
+    speed = _speed(estimator, best, dtype, data)
     return Plan(
         device=hardware.kind,
         hardware=hardware.name,
@@ -157,6 +170,8 @@ def plan(
         num_layers=estimator.num_layers,
         recompute_layers=best.recompute_layers,
         offload=best.offload,
+        optimizer_in_backward=best.place.in_backward,
+        offload_optimizer=best.place.offload,
         loss_chunk_size=estimator.simulations.fast.loss_chunk_size,
         fused=unfused is None,
         compile=estimator.compiled,
@@ -174,6 +189,7 @@ def plan(
             compiled=estimator.compiled,
             unfused=unfused,
             offloaded_bytes=best.offload * best.recompute_layers * estimator.input_bytes(best.micro_batch.num_tokens),
+            optimizer=reasons.parts(best.place, best.memory.optimizer_in_host),
         ),
         smaller=_smaller(spec, config, hardware, data, resident_bytes) if compare and hardware.kind == "cuda" else None,
     )
@@ -218,18 +234,35 @@ def _attention(spec: RunSpec, config: PreTrainedConfig, hardware: Hardware, dtyp
     )
 
 
-def _candidates(estimator: Estimator, longest: int, data: DataShape | None) -> Iterator[_Candidate]:
+def _candidates(
+    estimator: Estimator, places: list[OptimizerPlace], longest: int, data: DataShape | None
+) -> Iterator[_Candidate]:
     step_tokens = _step_tokens(estimator.spec, data)
-    for num_tokens in _micro_batch_sizes(estimator, longest, data):
-        micro_batch, num_recomputed, offload = _recompute_choice(estimator, num_tokens, step_tokens)
-        yield _Candidate(
-            micro_batch=micro_batch,
-            recompute_layers=num_recomputed,
-            offload=offload,
-            memory=_memory(estimator, micro_batch, num_recomputed, step_tokens),
-            work=micro_batch.work(num_recomputed) + micro_batch.forward.times(_forward_passes(estimator.spec)),
-            step_tokens=step_tokens,
-        )
+    static = estimator.static()
+    update_s = optimizer_work(static, estimator.hardware).time_s
+    for place in places:
+        whole_step = max(step_tokens, _longest_step_tokens(estimator.spec, longest, data))
+        sizes = [whole_step] if place.in_backward else _micro_batch_sizes(estimator, longest, data)
+        for num_tokens in sizes:
+            micro_batch, num_recomputed, offload = _recompute_choice(estimator, place, num_tokens, step_tokens)
+            work = micro_batch.work(num_recomputed) + micro_batch.forward.times(_forward_passes(estimator.spec))
+            copies_s = copies_time_s(place, static, estimator.hardware, work.time_of_share_s(step_tokens / num_tokens))
+            yield _Candidate(
+                micro_batch=micro_batch,
+                recompute_layers=num_recomputed,
+                offload=offload,
+                memory=_memory(estimator, place, micro_batch, num_recomputed, step_tokens),
+                work=work,
+                step_tokens=step_tokens,
+                place=place,
+                update_time_s=update_s + copies_s,
+            )
+
+
+def _longest_step_tokens(spec: RunSpec, longest: int, data: DataShape | None) -> int:
+    """Of any step of the run; as long as it could be at all where its rows are not known."""
+    known = data.longest_step_tokens if data else None
+    return longest * spec.batch_rows if known is None else known
 
 
 def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | None) -> list[int]:
@@ -249,7 +282,9 @@ def _micro_batch_sizes(estimator: Estimator, longest: int, data: DataShape | Non
     return sizes
 
 
-def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -> tuple[MicroBatchEstimate, int, bool]:
+def _recompute_choice(
+    estimator: Estimator, place: OptimizerPlace, num_tokens: int, step_tokens: int
+) -> tuple[MicroBatchEstimate, int, bool]:
     """The fewest recomputed layers that fit, else all of them with their inputs in host memory, where that is possible.
 
     Recomputation is simulated only where it is needed: a simulation costs about as much as the import of a library.
@@ -258,38 +293,50 @@ def _recompute_choice(estimator: Estimator, num_tokens: int, step_tokens: int) -
     if requested != "auto" and requested > num_layers:
         raise UserError(f"performance.recompute_layers is {requested}, but the model has {num_layers} layers")
     kept = estimator.micro_batch(num_tokens, recompute=False)
-    if requested == 0 or (requested == "auto" and _memory(estimator, kept, 0, step_tokens).fits):
+    if requested == 0 or (requested == "auto" and _memory(estimator, place, kept, 0, step_tokens).fits):
         return kept, 0, False
     micro_batch = estimator.micro_batch(num_tokens)
     if requested != "auto":
         return micro_batch, requested, False
     for num_recomputed in range(1, num_layers + 1):
-        if _memory(estimator, micro_batch, num_recomputed, step_tokens).fits:
+        if _memory(estimator, place, micro_batch, num_recomputed, step_tokens).fits:
             return micro_batch, num_recomputed, False
     if estimator.simulations.fast.fused:
         return estimator.micro_batch(num_tokens, offload=True), num_layers, True
     return micro_batch, num_layers, False
 
 
-def _memory(estimator: Estimator, micro_batch: MicroBatchEstimate, num_recomputed: int, step_tokens: int) -> MemoryPlan:
-    """With several micro-batches a step, gradients are there from the first to the last; else they grow late."""
+def _memory(
+    estimator: Estimator, place: OptimizerPlace, micro_batch: MicroBatchEstimate, num_recomputed: int, step_tokens: int
+) -> MemoryPlan:
+    """With several micro-batches a step, gradients are there from the first to the last; else they grow late. Where
+    weights move within the backward pass, gradients are there for a moment, as the simulation has it."""
     static = estimator.static()
-    accumulates = micro_batch.num_tokens < step_tokens
-    early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
+    model, optimizer = estimator.simulations.models[0], estimator.spec.train.optimizer
+    if place.in_backward:
+        early, late = gradients_in_backward(model, compiled=estimator.compiled), 0
+    else:
+        accumulates = micro_batch.num_tokens < step_tokens
+        early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
+    states = states_on_device(model, optimizer) if place.offload else static.optimizer
     reference = _reference_bytes(estimator.spec, static)
     beside = estimator.resident_bytes
     peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)
     peak += product_workspace(estimator.hardware)
+    workspace = update_workspace(model, optimizer)
+    peak = peak + workspace if place.in_backward else max(peak, late + workspace)
     activations = min(peak, micro_batch.memory.activations(estimator.num_layers, num_recomputed))
+    weights = static.frozen_weights + static.trained_weights + reference
     return MemoryPlan(
-        weights=static.frozen_weights + static.trained_weights + reference,
+        weights=weights,
         gradients=early,
-        optimizer=static.optimizer,
+        optimizer=states,
         activations=activations,
         workspace=peak - activations,
         method=beside,
-        overhead=overhead(estimator.hardware, static.total - static.gradients + early + peak + reference + beside),
+        overhead=overhead(estimator.hardware, weights + early + states + peak + beside),
         limit=estimator.hardware.memory_bytes,
+        optimizer_in_host=static.optimizer if place.offload else 0,
     )
 
 
@@ -329,16 +376,16 @@ def _reference_bytes(spec: RunSpec, static: StaticMemory) -> int:
     return static.trained_weights if keeps else 0
 
 
-def _best(fitting: list[_Candidate]) -> _Candidate:
+def _best(fitting: list[_Candidate], places: list[OptimizerPlace]) -> _Candidate:
+    """The fastest; among those as fast, the one whose optimizer works most plainly, then the smallest."""
     fastest = min(candidate.time_per_token_s for candidate in fitting)
     good = [c for c in fitting if c.time_per_token_s <= fastest * _WORTH_MEMORY]
-    return min(good, key=lambda candidate: candidate.memory.total)
+    return min(good, key=lambda candidate: (places.index(candidate.place), candidate.memory.total))
 
 
-def _speed(estimator: Estimator, best: _Candidate, step: Work, dtype: DtypeName, data: DataShape | None) -> SpeedPlan:
-    spec, hardware = estimator.spec, estimator.hardware
-    step_tokens = _step_tokens(spec, data)
-    time_per_token_s = best.time_per_token_s + step.time_s / step_tokens
+def _speed(estimator: Estimator, best: _Candidate, dtype: DtypeName, data: DataShape | None) -> SpeedPlan:
+    hardware = estimator.hardware
+    time_per_token_s = best.time_per_token_s
     positions_per_token = data.mean_row_positions / data.mean_row_tokens if data else 1.0
     flops_per_token = estimator.flops_per_token(best.micro_batch) * positions_per_token
     throughput = 1 / (time_per_token_s * positions_per_token)
@@ -347,7 +394,7 @@ def _speed(estimator: Estimator, best: _Candidate, step: Work, dtype: DtypeName,
         flops_per_token=flops_per_token,
         peak_flops_per_s=peak,
         micro_batch_time_s=best.micro_batch_time_s,
-        optimizer_time_s=step.time_s,
+        optimizer_time_s=best.update_time_s,
         throughput_tokens_per_s=throughput,
         model_flops_utilisation=flops_per_token * throughput / peak,
     )
@@ -405,6 +452,11 @@ def _what_would_fit(
     if spec.train.micro_batch_tokens is not None:
         changes.append(("no train.micro_batch_tokens", _with(spec, "train", micro_batch_tokens=None)))
     base = spec
+    if spec.adapter.kind in ("full", "freeze") and spec.train.max_grad_norm is not None:
+        unclipped = _with(spec, "train", max_grad_norm=None)
+        changes.append(("train.max_grad_norm=null (weights then move within the backward pass)", unclipped))
+        name = "train.max_grad_norm=null with train.optimizer=adamw_8bit"
+        changes.append((name, _with(unclipped, "train", optimizer="adamw_8bit")))
     if not isinstance(spec.adapter, LoraAdapter):
         base = spec.model_copy(update={"adapter": LoraAdapter()})
         changes.append(("adapter.kind=lora", base))

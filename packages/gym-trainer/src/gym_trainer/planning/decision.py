@@ -32,6 +32,8 @@ class DataShape:
     longest_row_tokens: int
     shared_tokens: int = 0
     """Of `num_tokens`, those that a row's later documents have in common with the first: they may be computed once."""
+    longest_step_tokens: int | None = None
+    """Of any step of the run, where its order is known."""
 
     @property
     def mean_row_tokens(self) -> int:
@@ -101,6 +103,10 @@ class Plan:
     recompute_layers: int
     offload: bool = False
     """The inputs of recomputed layers wait in host memory."""
+    optimizer_in_backward: bool = False
+    """Each weight moves in the backward pass; a step is one micro-batch."""
+    offload_optimizer: bool = False
+    """The optimizer's states wait in host memory."""
     loss_chunk_size: int | None
     compile: bool
     """Each decoder layer compiled."""

@@ -35,6 +35,8 @@ class Hardware:
     """What an operation costs, however small."""
     host_link_bytes_per_s: float = 0.0
     """Between host memory and the device; 0 where they are one."""
+    host_memory_bytes: int | None = None
+    """Beside a card, for what waits there; None where that is not known."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability."""
     num_threads: int | None = None
@@ -237,6 +239,7 @@ def _this_card() -> Hardware:
         bandwidth_bytes_per_s=_copy_rate("cuda", min(1 * GIB, free_bytes // 8)),
         op_latency_s=4e-6,
         host_link_bytes_per_s=_link_rate(),
+        host_memory_bytes=available_host_bytes(),
         capability=(properties.major, properties.minor),
         peak_flops_per_s=rates,
     )

@@ -55,6 +55,8 @@ class MemoryPlan:
     """What there is."""
     method: int = 0
     """What is held beside the model, such as a teacher and frozen adapters."""
+    optimizer_in_host: int = 0
+    """States that wait in host memory, beside all this."""
 
     @property
     def total(self) -> int:

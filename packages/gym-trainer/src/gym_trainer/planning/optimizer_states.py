@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -49,31 +50,40 @@ def state_sizes(optimizer: str, model: nn.Module, *, on_cuda: bool = False) -> I
     Paged states count for nothing on a card: the driver moves them to host memory when the device is full, so that
     they never decide whether a run fits. A processor has no paging, and holds them.
     """
+    return chain.from_iterable(sizes for _, sizes in sizes_by_weight(optimizer, model, on_cuda=on_cuda))
+
+
+def sizes_by_weight(
+    optimizer: str, model: nn.Module, *, on_cuda: bool = False
+) -> Iterator[tuple[nn.Parameter, list[int]]]:
+    """The same for each trained weight, in the model's order."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer in _LIKE_WEIGHT:
-        for parameter in trained:
-            yield from [parameter.nbytes] * _LIKE_WEIGHT[optimizer]
+        sizes = [[parameter.nbytes] * _LIKE_WEIGHT[optimizer] for parameter in trained]
     elif optimizer == "adafactor":
-        for parameter in trained:
-            yield from _adafactor(parameter)
+        sizes = [_adafactor(parameter) for parameter in trained]
     elif optimizer == "muon":
         matrices = {id(parameter) for parameter in hidden_matrices(model)}
-        for parameter in trained:
-            yield from [parameter.nbytes] * (1 if id(parameter) in matrices else 2)
+        sizes = [[parameter.nbytes] * (1 if id(parameter) in matrices else 2) for parameter in trained]
     elif optimizer in _BITSANDBYTES:
         in_32_bits = _weights_of(model, nn.Embedding)  # transformers asks for it: rare tokens' states round badly
         paged = optimizer.startswith("paged_") and on_cuda
-        for parameter in trained:
-            if not (paged and parameter.numel() >= _FEWEST_PAGED):
-                yield from _bitsandbytes(parameter, *_BITSANDBYTES[optimizer], whole=id(parameter) in in_32_bits)
+        sizes = [
+            []
+            if paged and parameter.numel() >= _FEWEST_PAGED
+            else _bitsandbytes(parameter, *_BITSANDBYTES[optimizer], whole=id(parameter) in in_32_bits)
+            for parameter in trained
+        ]
     elif optimizer in _TORCHAO_BITS:
-        for parameter in trained:
-            yield from _torchao(parameter, _TORCHAO_BITS[optimizer])
+        sizes = [_torchao(parameter, _TORCHAO_BITS[optimizer]) for parameter in trained]
     else:
         assert optimizer in _PROJECTED, optimizer
         linear = _weights_of(model, nn.Linear)
-        for parameter in trained:
-            yield from _projected(parameter, optimizer) if id(parameter) in linear else [parameter.nbytes] * 2
+        sizes = [
+            _projected(parameter, optimizer) if id(parameter) in linear else [parameter.nbytes] * 2
+            for parameter in trained
+        ]
+    return zip(trained, sizes, strict=True)
 
 
 def _adafactor(weight: Tensor) -> list[int]:

@@ -30,6 +30,7 @@ def parts_of(
     compiled: bool,
     unfused: str | None,
     offloaded_bytes: int,
+    optimizer: tuple[Part, ...] = (),
 ) -> tuple[Part, ...]:
     """The parts of a plan, in the order of a step."""
     return (
@@ -46,6 +47,7 @@ def parts_of(
         _compile(spec, hardware, config, dtype, compiled, unfused),
         _recompute(recompute, config.get_text_config().num_hidden_layers),
         _offload(hardware, offloaded_bytes, unfused),
+        *optimizer,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gym_trainer.planning.decision import DataShape
 
@@ -74,6 +75,7 @@ def shape_of(spec: RunSpec, data: Prepared | Streamed) -> DataShape:
             num_tokens=int(lengths.sum()),
             longest_row_tokens=int(lengths.max(initial=1)),
             shared_tokens=_shared_tokens(data.train),
+            longest_step_tokens=_longest_step(spec, lengths),
         )
     num_rows = (spec.train.max_steps or 1) * spec.batch_rows
     return DataShape(
@@ -93,6 +95,24 @@ def _shared_tokens(store: TokenStore) -> int:
     some = range(0, num_rows, max(1, num_rows // _MOST_ROWS_READ))
     shared = sum(sum(Row(index=index, documents=store.group(index)).prefix_lengths()) for index in some)
     return round(shared * num_rows / len(some))
+
+
+_MOST_EPOCHS = 20
+"""Whose order is looked through for the longest step; later ones are taken to be like these."""
+
+
+def _longest_step(spec: RunSpec, lengths: Any) -> int:
+    from gym_data.packing import steps
+
+    num_epochs = max(1, min(_MOST_EPOCHS, math.ceil(spec.train.epochs)))
+    return max(
+        (
+            int(lengths[rows].sum())
+            for epoch in range(num_epochs)
+            for rows in steps(lengths, batch_size=spec.batch_rows, seed=spec.seed, epoch=epoch)
+        ),
+        default=1,
+    )
 
 
 def _local_folder(model: ModelSpec) -> Path | None:

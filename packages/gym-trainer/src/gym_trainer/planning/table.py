@@ -16,6 +16,7 @@ def render(plan: Plan) -> str:
         _row("micro-batch", f"{plan.micro_batch_tokens:,} tokens"),
         _row("layers", "fused" if plan.fused else "compiled" if plan.compile else "as they are"),
         _row("recomputed", f"{plan.recompute_layers} of {plan.num_layers} layers"),
+        *_optimizer(plan),
         "",
         "memory                      GiB",
     ]
@@ -24,6 +25,8 @@ def render(plan: Plan) -> str:
         lines.append(f"  {name:<20}{getattr(memory, name) / GIB:>9.2f}")
     if memory.method:
         lines.append(f"  {'teacher':<20}{memory.method / GIB:>9.2f}")
+    if memory.optimizer_in_host:
+        lines.append(f"  {'(in host memory)':<20}{memory.optimizer_in_host / GIB:>9.2f}")
     lines += [f"  {'at most':<20}{memory.total / GIB:>9.2f}   of {memory.limit / GIB:.2f}", "", "speed"]
     speed = plan.speed
     lines += [
@@ -45,6 +48,11 @@ def render(plan: Plan) -> str:
             f"in {plan.smaller.memory_bytes / GIB:.1f} GiB",
         ]
     return "\n".join(lines)
+
+
+def _optimizer(plan: Plan) -> list[str]:
+    words = ["in the backward pass"] * plan.optimizer_in_backward + ["states in host memory"] * plan.offload_optimizer
+    return [_row("optimizer", ", ".join(words))] if words else []
 
 
 def _row(name: str, value: str) -> str:
