@@ -26,7 +26,7 @@ from gym_trainer.planning.optimizer_place import (
     PlaceReasons,
     copies_time_s,
     gradients_in_backward,
-    states_on_device,
+    states_under_way,
     update_workspace,
 )
 from gym_trainer.planning.parts import parts_of, why_not_compiled, why_not_fused
@@ -239,14 +239,14 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     step_tokens = _step_tokens(estimator.spec, data)
     static = estimator.static()
-    update_s = optimizer_work(static, estimator.hardware).time_s
+    update_s = optimizer_work(static, estimator.hardware, estimator.spec.train.optimizer).time_s
     for place in places:
         whole_step = max(step_tokens, _longest_step_tokens(estimator.spec, longest, data))
         sizes = [whole_step] if place.in_backward else _micro_batch_sizes(estimator, longest, data)
         for num_tokens in sizes:
             micro_batch, num_recomputed, offload = _recompute_choice(estimator, place, num_tokens, step_tokens)
             work = micro_batch.work(num_recomputed) + micro_batch.forward.times(_forward_passes(estimator.spec))
-            copies_s = copies_time_s(place, static, estimator.hardware, work.time_of_share_s(step_tokens / num_tokens))
+            copies_s = copies_time_s(place, estimator.spec.train.optimizer, static, estimator.hardware)
             yield _Candidate(
                 micro_batch=micro_batch,
                 recompute_layers=num_recomputed,
@@ -318,7 +318,11 @@ def _memory(
     else:
         accumulates = micro_batch.num_tokens < step_tokens
         early, late = (static.gradients, 0) if accumulates else (0, static.gradients)
-    states = states_on_device(model, optimizer) if place.offload else static.optimizer
+    states = static.optimizer
+    if place.offload:
+        moving = states_under_way(model, optimizer)
+        states = moving.within if place.in_backward else 0
+        late += moving.last - states
     reference = _reference_bytes(estimator.spec, static)
     beside = estimator.resident_bytes
     peak = micro_batch.memory.peak(estimator.num_layers, num_recomputed, late_bytes=late)

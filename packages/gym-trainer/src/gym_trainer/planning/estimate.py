@@ -332,8 +332,15 @@ class Estimator:
         )
 
 
-def optimizer_work(static: StaticMemory, hardware: Hardware) -> Work:
+_ADAFACTOR_BYTES = 110
+"""What transformers' Adafactor reads and writes for a bfloat16 weight, in float32 and one operation after another:
+0.8 s a step of 32B on an H200 (docs/performance.md)."""
+
+
+def optimizer_work(static: StaticMemory, hardware: Hardware, optimizer: str = "adamw") -> Work:
     """AdamW reads weight, gradient and two states and writes three of them; clipping reads and writes gradients."""
     trained = static.trained_weights
     num_bytes = trained * (4 + 3 + 3)
+    if optimizer == "adafactor":
+        num_bytes += trained // 2 * _ADAFACTOR_BYTES
     return Work(device_s=num_bytes / hardware.bandwidth_bytes_per_s, num_bytes=num_bytes)

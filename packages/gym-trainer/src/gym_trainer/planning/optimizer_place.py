@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from gym_sdk.spec import RunSpec
     from gym_trainer.planning.memory import StaticMemory
 
-_BACKWARD_SHARE = 2 / 3
-"""Of a step's time: what copies of states can hide behind when weights move within the backward pass."""
+_COPIES_BESIDE = 0.8
+"""Of the time that states take over the link, both ways at once, what a step takes longer when weights move within its
+backward pass (8B, AdamW, one H200: docs/performance.md)."""
+_COPIES_WAITED_FOR = 1.7
+"""The same for bitsandbytes, which waits for the device after every weight (8B and 32B, 8-bit AdamW)."""
 _HOST_MARGIN = 0.95
 """Of the host's free memory that states may take."""
 _FLOAT32_COPIES = {"adafactor": 4, "muon": 3, "galore_adamw": 3, "apollo_adamw": 3, "adamw_torch_8bit": 4}
@@ -115,14 +118,21 @@ def _part(name: str, is_on: bool, what: str, reason: str | None, not_needed: str
     return Part(name=name, state="off" if applies else "not applicable", why=reason)
 
 
-def states_on_device(model: nn.Module, optimizer: str) -> int:
-    """The most of states in host memory that are on the device at once: of a few weights that move one after another.
+@dataclass(frozen=True, kw_only=True)
+class StatesUnderWay:
+    """The most of states in host memory that are on the device at once: those of a few weights in a row."""
 
-    `model` is a short one; weights move against the order of `parameters()`.
-    """
+    within: int
+    """While activations are held: of the head and of layers."""
+    last: int
+    """At the end, when the embedding moves, whose states may be the largest."""
+
+
+def states_under_way(model: nn.Module, optimizer: str) -> StatesUnderWay:
+    """`model` is a short one; weights move against the order of `parameters()`, where the embedding is the first."""
     sizes = [sum(size) for _, size in sizes_by_weight(optimizer, model, on_cuda=True)]
-    windows = (sum(sizes[start : start + NUM_UNDER_WAY]) for start in range(len(sizes)))
-    return max(windows, default=0)
+    windows = [sum(sizes[start : start + NUM_UNDER_WAY]) for start in range(len(sizes))]
+    return StatesUnderWay(within=max(windows[1:], default=0), last=max(windows, default=0))
 
 
 def gradients_in_backward(model: nn.Module, *, compiled: bool) -> int:
@@ -138,9 +148,10 @@ def update_workspace(model: nn.Module, optimizer: str) -> int:
     return copies * max((4 * p.numel() for p in model.parameters() if p.requires_grad), default=0)
 
 
-def copies_time_s(place: OptimizerPlace, static: StaticMemory, hardware: Hardware, step_time_s: float) -> float:
-    """What copying states adds to a step: both ways at once, behind the backward pass where weights move in it."""
+def copies_time_s(place: OptimizerPlace, optimizer: str, static: StaticMemory, hardware: Hardware) -> float:
+    """What copying states adds to a step."""
     if not place.offload:
         return 0.0
-    copies_s = static.optimizer / hardware.host_link_bytes_per_s
-    return max(0.0, copies_s - _BACKWARD_SHARE * step_time_s) if place.in_backward else copies_s
+    waits = optimizer.endswith("_8bit") or optimizer in ("lion_32bit", "ademamix")
+    share = _COPIES_WAITED_FOR if waits else _COPIES_BESIDE if place.in_backward else 1.0
+    return share * static.optimizer / hardware.host_link_bytes_per_s
