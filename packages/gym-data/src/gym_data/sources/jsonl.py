@@ -15,7 +15,7 @@ from gym_sdk.errors import DataError, Where
 
 CHUNK_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
-LIST_ROWS = 1024
+LIST_ROWS = 256
 
 
 def jsonl_chunks(uri: str, size: int = CHUNK_BYTES, *, first_byte: int = 0, first_line: int = 1) -> Iterator[JsonLines]:

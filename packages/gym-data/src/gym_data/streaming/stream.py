@@ -35,7 +35,7 @@ from gym_data.streaming.source import SourceStream
 from gym_sdk.errors import DataError, Where
 from gym_sdk.spec.data import DataSpec, EvalSplit
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 NUM_SAMPLES = 3
 
 
