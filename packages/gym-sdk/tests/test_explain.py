@@ -45,6 +45,7 @@ def test_a_union_lists_its_kinds_and_a_kind_its_fields() -> None:
     assert lora.startswith("adapter kind lora\n")
     assert "a whole number from 1 to 4096; 16" in lora
     assert explain("method.sft").startswith("method kind sft\n")
+    assert explain("lora") == lora
     assert explain("adapter.lora.rank") in explain("adapter.rank")
 
 

@@ -152,7 +152,8 @@ class RecordReader:
             raise DataError(
                 f"the shape of this row is not known; its columns are {names}",
                 where=Where(file=uri, line=number),
-                hint="Map the columns, as in columns: {prompt: question, completion: answer}. Known shapes: "
+                hint="Map the columns, as in data.train[0].columns: {prompt: question, completion: answer}. Known "
+                + "shapes: "
                 + "; ".join(f"{shape.name} ({shape.signature})" for shape in formats().values()),
             )
         return found

@@ -21,8 +21,8 @@ def explain(field: str | None = None, /, *, as_json: AsJson = False) -> None:
     Parameters
     ----------
     field
-        A path such as train.learning_rate, a section such as data, or a kind such as method.sft. All fields when left
-        out.
+        A path such as train.learning_rate, a section such as data, or a kind such as sft or adapter.lora. All fields
+        when left out.
     as_json
         Print JSON.
     """

@@ -54,11 +54,11 @@ def find_fields(path: str) -> list[Field]:
 
 
 def kind_fields(path: str) -> tuple[Field, str] | None:
-    """The section and kind that a path like `method.sft` means; None where it means neither."""
+    """The section and kind that a path like `method.sft`, or `sft` alone, means; None where it means neither."""
     section, _, kind = re.sub(r"\[\d*\]", "", path).rpartition(".")
     for field in all_fields(RunSpec):
         shape = field.shape.items or field.shape
-        if field.path.replace("[]", "") == section and kind in shape.kinds:
+        if section in (field.path.replace("[]", ""), "") and kind in shape.kinds:
             return field, kind
     return None
 
