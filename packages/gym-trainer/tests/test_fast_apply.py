@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +11,7 @@ from peft.tuners.lora.layer import Linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gym_trainer.bench.train import BenchSettings, bench_train, render
-from gym_trainer.cli.bench import parse_lengths
+from gym_trainer.cli.bench import parse_documents
 from gym_trainer.fast.apply import FastPath, applied
 from gym_trainer.fast.lora import LeanLoraLinear, lean_lora, lora_layers, why_not_lean
 
@@ -112,13 +114,19 @@ def test_compiled_layers_equal_eager_ones_whether_kept_or_recomputed():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device the bench measures other rows")
 def test_the_bench_measures_every_way_to_the_same_first_loss():
     settings = BenchSettings(rank=4, lengths=(20, 9, 30), num_steps=1, num_warm_steps=0, compile=False)
+    settings = dataclasses.replace(settings, prompts=(5, 0, 10), price_per_hour=1.0)
     report = bench_train(CONFIG, settings)
     assert not report.failures
     assert [row.name for row in report.rows] == [
         "transformers + peft, padded",
         "gym: packed, chunked loss",
         "gym: + lean LoRA products",
+        "gym train, as planned",
     ]
+    assert [row.trained_tokens_per_s for row in report.rows] == [
+        pytest.approx(44 / 59 * row.throughput_tokens_per_s) for row in report.rows
+    ]
+    assert report.rows[0].cost_per_1000_tokens == pytest.approx(1 / 3.6 / report.rows[0].throughput_tokens_per_s)
     assert all(row.throughput_tokens_per_s > 0 for row in report.rows)
     # an optimizer step lies between two rows, too small to move the loss of random weights by a hundredth
     for row in report.rows:
@@ -127,5 +135,6 @@ def test_the_bench_measures_every_way_to_the_same_first_loss():
 
 
 def test_lengths_are_read():
-    assert parse_lengths("2048x4") == (2048,) * 4
-    assert parse_lengths("100,250,60") == (100, 250, 60)
+    assert parse_documents("2048x4") == ((2048,) * 4, (0,) * 4)
+    assert parse_documents("100,250,60") == ((100, 250, 60), (0, 0, 0))
+    assert parse_documents("60+40,30+9x2") == ((100, 39, 39), (60, 30, 30))

@@ -46,8 +46,9 @@ def free() -> None:
 def measure(fast: Any, settings: dict[str, Any], folder: str, recompute: Any, rows_at_once: int) -> dict[str, Any]:
     import torch
 
+    longest_row = max(len(row["input_ids"]) for row in settings["rows"])
     model, _ = fast.from_pretrained(
-        model_name=folder, max_seq_length=max(settings["lengths"]), dtype=torch.bfloat16, load_in_4bit=False
+        model_name=folder, max_seq_length=longest_row, dtype=torch.bfloat16, load_in_4bit=False
     )
     model = fast.get_peft_model(
         model,
@@ -58,21 +59,23 @@ def measure(fast: Any, settings: dict[str, Any], folder: str, recompute: Any, ro
         target_modules=TARGETS,
         use_gradient_checkpointing=recompute,
         random_state=0,
-        max_seq_length=max(settings["lengths"]),
+        max_seq_length=longest_row,
     )
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
-    lengths = settings["lengths"]
     batches = []
-    generator = torch.Generator().manual_seed(1)
-    for start in range(0, len(lengths), rows_at_once):
-        part = lengths[start : start + rows_at_once]
-        ids = torch.zeros(len(part), max(part), dtype=torch.long)
+    rows = sorted(settings["rows"], key=lambda row: len(row["input_ids"]))
+    for start in range(0, len(rows), rows_at_once):
+        part = rows[start : start + rows_at_once]
+        longest = max(len(row["input_ids"]) for row in part)
+        ids = torch.zeros(len(part), longest, dtype=torch.long)
+        labels = torch.full_like(ids, -100)
         mask = torch.zeros_like(ids)
-        for row, length in enumerate(part):
-            ids[row, :length] = torch.randint(0, settings["vocab_size"], (length,), generator=generator)
-            mask[row, :length] = 1
-        labels = ids.masked_fill(mask == 0, -100)
+        for number, row in enumerate(part):
+            length = len(row["input_ids"])
+            ids[number, :length] = torch.tensor(row["input_ids"])
+            labels[number, :length] = torch.tensor(row["labels"])
+            mask[number, :length] = 1
         batches.append([tensor.cuda() for tensor in (ids, mask, labels)])
 
     def steps(count: int) -> float:
@@ -86,7 +89,7 @@ def measure(fast: Any, settings: dict[str, Any], folder: str, recompute: Any, ro
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        return float(loss)
+        return float(loss.detach())
 
     start = time.perf_counter()
     steps(settings["num_warm_steps"])
@@ -100,7 +103,6 @@ def measure(fast: Any, settings: dict[str, Any], folder: str, recompute: Any, ro
         "first_steps_s": first_s,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "loss": loss,
-        "num_trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
 
 
