@@ -46,6 +46,13 @@ def test_these_families_pass_everything_that_applies(model_type: str, architectu
     assert row.checks["experts"].status == ("pass" if model_type == "qwen3_moe" else "not applicable")
 
 
+def test_layers_that_share_one_weight_are_not_merged(architectures: dict[str, Architecture]) -> None:
+    checks = check_architecture(architectures["zamba2"], only=("load", "packing", "lora", "reload", "merge")).checks
+    assert checks["reload"].status == "pass"
+    assert checks["merge"].status == "refused"
+    assert "use one weight, and each has an update of its own" in checks["merge"].note
+
+
 def test_a_crash_is_a_row_and_the_others_go_on(
     architectures: dict[str, Architecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,6 +320,7 @@ def fit(
     from gym_trainer.adapters import attach
     from gym_trainer.adapters.first_batches import first_batches
     from gym_trainer.exporting.adapter import trained_weights
+    from gym_trainer.exporting.merge import require_own_weights
     from gym_trainer.exporting.probe import probe_ids, probe_logits
     from gym_trainer.loop.fit import FitSettings
     from gym_trainer.loop.fit import fit as run_fit
@@ -328,6 +329,8 @@ def fit(
     base_logits = probe_logits(model, probe_ids(base)) if is_whole_model(spec.adapter) else None
     first = None if isinstance(rows.train, RowStream) else partial(first_batches, rows.train, plan.device)
     attached = attach(model, spec.adapter, seed=spec.seed, new_token_ids=base.new_token_ids, first_batches=first)
+    if spec.output.merge:
+        require_own_weights(attached.model)
     for note in attached.notes:
         told.log("warning", note)
     told.say(f"training {attached.num_trained:,} of {attached.num_weights:,} weights")

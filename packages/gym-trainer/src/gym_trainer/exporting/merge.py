@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gym_sdk.errors import RunFailed, UserError
+from gym_sdk.errors import ModelError, RunFailed, UserError
 from gym_serve.models import load_adapter, load_model
 from gym_serve.models.adapters import grow_embeddings
 from gym_trainer.exporting.dequantize import copy_dequantized
@@ -35,6 +35,29 @@ class MergeCheck:
     base_to_adapter: float
 
 
+class SharedWeights(ModelError):
+    """Layers that use one weight have an update each, so that no merged weight can hold them."""
+
+
+def require_own_weights(model: Any) -> None:
+    """Raise SharedWeights for a peft model in which several adapted layers share their base's weight, as the layers of
+    Zamba's shared block do."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    users: dict[int, list[str]] = {}
+    for name, module in model.get_base_model().named_modules():
+        weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, BaseTunerLayer) else None
+        if weight is not None and not name.endswith(".base_layer"):
+            users.setdefault(id(weight), []).append(name)
+    shared = [names for names in users.values() if len(names) > 1]
+    if shared:
+        raise SharedWeights(
+            f"{shared[0][0]} and {shared[0][1]} use one weight, and each has an update of its own: no merged model can "
+            f"hold them ({len(shared)} weights)",
+            hint="serve the adapter beside its base",
+        )
+
+
 def merge_adapter(
     base: Base,
     adapter: Path,
@@ -51,6 +74,7 @@ def merge_adapter(
 
     Raises:
         OutputInUse: `out` has something in it.
+        SharedWeights: layers that use one weight have an update each.
         UserError: the adapter changes nothing, or `dtype` would round away most of what it changes.
         RunFailed: the merged weights do not say what the adapter said.
     """
@@ -72,6 +96,7 @@ def merge_adapter(
             tolerance = max(tolerance, _QUANTIZED_TOLERANCE[quantization])
             _untie_adapted_head(model, adapter)
             with_adapter = load_adapter(model, adapter)
+        require_own_weights(with_adapter)
         effect = relative_distance(base_TV, adapter_TV)
         if effect == 0:
             raise UserError(

@@ -23,17 +23,17 @@ from gym_serve.models import load_adapter, load_model, resolve
 from gym_trainer.adapters import attach, expert_weights
 from gym_trainer.exporting.adapter import save_adapter, trained_weights
 from gym_trainer.exporting.folder import Base
-from gym_trainer.exporting.merge import merge_adapter
+from gym_trainer.exporting.merge import SharedWeights, merge_adapter
 from gym_trainer.exporting.probe import probe_ids, probe_logits, relative_distance
 from gym_trainer.fast import attention
 from gym_trainer.loop.fit import FitSettings, fit
 from gym_trainer.matrix.architectures import Architecture
-from gym_trainer.matrix.gradients import learning_layers, still_layers, watch
+from gym_trainer.matrix.gradients import bypassed, layers_that_learn, watch
 from gym_trainer.matrix.rows import RandomRows
 from gym_trainer.matrix.tiny import write_tiny_model
 from gym_trainer.objectives.sft import SftObjective
 
-Status = Literal["pass", "unpacked", "not applicable", "fail"]
+Status = Literal["pass", "unpacked", "refused", "not applicable", "fail"]
 
 CHECKS = ("load", "packing", "lora", "experts", "reload", "merge", "full", "qlora")
 """In the order in which they run."""
@@ -46,7 +46,8 @@ _LORA = {"kind": "lora", "rank": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one check ended. `unpacked`: documents cannot be kept apart, and Gym trains one a row, which was tried."""
+    """How one check ended. `unpacked`: documents cannot be kept apart, and Gym trains one a row, which was tried.
+    `refused`: the architecture cannot have it, and Gym says so instead of a wrong result."""
 
     status: Status
     note: str = ""
@@ -191,7 +192,10 @@ class _Bench:
 
         expected = self._require_trained()
         out = self.scratch / "merged"
-        merge_adapter(self.base, self.scratch / "adapter", out, dtype="float32", metadata={})
+        try:
+            merge_adapter(self.base, self.scratch / "adapter", out, dtype="float32", metadata={})
+        except SharedWeights as error:
+            return Outcome(status="refused", note=error.message)
         merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         _require_near("trained and merged", expected, probe_logits(merged, probe_ids(self.base)))
         return Outcome(status="pass")
@@ -229,14 +233,11 @@ class _Bench:
     def _require_gradients(self, adapters: dict[str, torch.Tensor]) -> list[str]:
         """The adapted layers that the model does not compute. One that it does, with an adapter that gets no gradient,
         is a layer whose weight the model's own code reads (`gym_serve.models.direct_weights`)."""
-        still = still_layers(adapters)
-        if not still:
-            return []
-        learning = learning_layers(self._fresh(), self.rows.tensors())
-        if bypassed := [layer for layer in still if layer in learning]:
+        learns = layers_that_learn(adapters)
+        still = sorted(layer for layer, any_gradient in learns.items() if not any_gradient)
+        if still and (read := bypassed(learns, self._fresh(), self.rows.tensors())):
             raise Failed(
-                f"adapters beside {len(bypassed)} layers get no gradient, and the layers' own weights do, such as "
-                f"{bypassed[0]}"
+                f"adapters beside {len(read)} layers get no gradient, and the layers' own weights do, such as {read[0]}"
             )
         return still
 

@@ -27,26 +27,29 @@ def watch(model: nn.Module, chosen: Callable[[str], bool]) -> dict[str, torch.Te
     return totals
 
 
-def still_layers(totals: dict[str, torch.Tensor]) -> list[str]:
-    """The adapted layers, by their names in the base model, of whose adapter nothing got a gradient."""
+def layers_that_learn(totals: dict[str, torch.Tensor]) -> dict[str, bool]:
+    """Of each adapted layer, by its name in the base model, whether anything of its adapter got a gradient."""
     learns: dict[str, bool] = {}
     for name, total in totals.items():
         layer = re.sub(r"(\.base_layer)*\.lora_.*$", "", name.removeprefix("base_model.model."))
         learns[layer] = learns.get(layer, False) or bool(total.any())
-    return sorted(layer for layer, any_gradient in learns.items() if not any_gradient)
+    return learns
 
 
-def learning_layers(model: Any, documents: Sequence[torch.Tensor]) -> set[str]:
-    """The layers with a weight of their own that gets a gradient when `model` is trained whole on the documents [L].
+def bypassed(learns: dict[str, bool], model: Any, documents: Sequence[torch.Tensor]) -> list[str]:
+    """The adapted layers that get no gradient although their own weight does when `model` is trained whole on the
+    documents [L]: the model's code reads the weight instead of calling the layer.
 
-    An adapter beside one of these must learn. The others have no part in what the model writes, such as attention to
-    an encoder that is not there.
+    The other layers without one have no part in what the model writes, such as attention to an encoder that is not
+    there; or they share a weight with a layer whose adapter learns.
     """
-    parameters = dict(model.requires_grad_(True).train().named_parameters())
+    parameters = dict(model.requires_grad_(True).train().named_parameters(remove_duplicate=False))
     for ids in documents:
         model(input_ids=ids[None], labels=ids[None], use_cache=False).loss.backward()
-    return {
-        name.rpartition(".")[0]
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and bool(parameter.grad.any())
-    }
+    users: dict[int, set[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            users.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    called = {layer for layers in users.values() if any(learns.get(layer) for layer in layers) for layer in layers}
+    read = {layer for layers in users.values() for layer in layers}
+    return sorted(layer for layer in (read - called) & learns.keys() if not learns[layer])

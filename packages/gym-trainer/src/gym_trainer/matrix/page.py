@@ -9,7 +9,7 @@ from typing import Any
 from gym_trainer.matrix.architectures import GROUPS
 from gym_trainer.matrix.checks import CHECKS, Outcome, Row
 
-_SIGNS = {"pass": "✓", "unpacked": "unpacked", "not applicable": "–", "fail": "✗"}
+_SIGNS = {"pass": "✓", "unpacked": "unpacked", "refused": "refused", "not applicable": "–", "fail": "✗"}
 _TITLES = {
     "decoder": "Decoders",
     "encoder": "Encoders with a causal mask",
@@ -33,7 +33,8 @@ neighbouring positions outside its attention, so Gym trains one document a row, 
 layer that the model computes gets a gradient |
 | experts | every adapted expert weight gets a gradient |
 | reload | the saved adapter on a fresh base gives the trained logits (relative distance below 1e-4) |
-| merge | the merged folder, loaded by plain transformers, gives them too |
+| merge | the merged folder, loaded by plain transformers, gives them too. *refused*: layers that share one \
+weight have an update each |
 | full | an update of every weight lowers the loss and changes weights; every weight of experts gets a gradient |
 | qlora | LoRA on a base in nf4 lowers the loss |
 
@@ -87,7 +88,7 @@ def _notes(row: Row) -> str:
 
 
 def _worth_saying(outcome: Outcome) -> bool:
-    return outcome.status in ("fail", "unpacked")
+    return outcome.status in ("fail", "unpacked", "refused")
 
 
 def _plain(note: str) -> str:
