@@ -17,6 +17,8 @@ from gym_sdk.spec import RunSpec, TrainSpec
 from gym_trainer.adapters import attach
 from gym_trainer.loop.optimizers import _NEEDS, optimizer_arguments, optimizer_builder  # pyright: ignore[reportPrivateUsage]
 from gym_trainer.planning import DEVICES, plan
+from gym_trainer.planning.estimate import optimizer_work
+from gym_trainer.planning.memory import StaticMemory
 from gym_trainer.planning.optimizer_states import state_sizes
 
 OPTIMIZERS = get_args(TrainSpec.model_fields["optimizer"].annotation)
@@ -109,6 +111,17 @@ def test_a_whole_plan_holds_the_states_of_the_trained_layers(name: str, adapter:
     model = attach(tiny_model(dtype=torch.bfloat16, **SIZES, **SMALL), spec.adapter, seed=0).model
     expected = sum(-(-size // 512) * 512 for size in state_sizes(name, model))
     assert planned == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_time_of_an_update_follows_what_the_optimizer_keeps() -> None:
+    def moved(states: int) -> float:
+        static = StaticMemory(frozen_weights=0, trained_weights=100, gradients=100, optimizer=states)
+        return optimizer_work(static, DEVICES["l4"]).num_bytes
+
+    assert moved(200) == 1000  # AdamW: weight, gradient and two states read, three of them written, clipping's three
+    assert moved(100) == 800  # one state, such as of SGD with momentum
+    assert moved(50) == 700  # two states of 8 bits beside float32
+    assert moved(0) == 600
 
 
 def test_paged_states_do_not_decide_whether_a_card_is_large_enough() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_folder import note_rows, write_rows
 
 from gym_sdk.cli._root import run as gym
-from gym_sdk.events import RunState
+from gym_sdk.events import MetricEvent, RunState, read_events
 from gym_sdk.rundir import RunDir, find_runs
 
 SPEC = """\
@@ -33,7 +33,7 @@ def only_run(folder: Path) -> RunDir:
 
 
 def test_a_run_from_its_file_to_its_report_then_merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gym(["train", "run.yaml", "train.learning_rate=2e-2"]) == 0
+    assert gym(["train", "run.yaml", "train.learning_rate=2e-2", "--price", "$3600/h"]) == 0
     said = capsys.readouterr()
     run = only_run(folder)
     assert said.out.splitlines() == [f"runs/{run.path.name}"]
@@ -42,6 +42,12 @@ def test_a_run_from_its_file_to_its_report_then_merged(folder: Path, capsys: pyt
     assert "micro-batch" in said.err
     report = json.loads(run.report_path("json").read_text())
     assert report["spec"]["train"]["learning_rate"] == 2e-2
+    assert report["spec"]["output"]["price_per_hour"] == 3600
+    metrics = [event.values for event in read_events(run.events_path) if isinstance(event, MetricEvent)]
+    costs = [values["cost"] for values in metrics if "cost" in values]
+    assert len(costs) == 10
+    assert 0 < costs[0] < costs[-1] < report["cost"]
+    assert "at 3600 an hour" in (run.adapter_dir / "README.md").read_text()
     assert report["data"]["rows_train"] == 40
     assert report["training"]["num_steps"] == 10
     assert report["training"]["last_loss"] < report["training"]["first_loss"]

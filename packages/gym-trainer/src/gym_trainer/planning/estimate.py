@@ -338,9 +338,9 @@ _ADAFACTOR_BYTES = 110
 
 
 def optimizer_work(static: StaticMemory, hardware: Hardware, optimizer: str = "adamw") -> Work:
-    """AdamW reads weight, gradient and two states and writes three of them; clipping reads and writes gradients."""
-    trained = static.trained_weights
-    num_bytes = trained * (4 + 3 + 3)
+    """What moves through memory once a step: the update reads weights, gradients and the optimizer's states and writes
+    weights and states; clipping reads the gradients twice and writes them. Muon's products are not in it."""
+    num_bytes = static.trained_weights * (3 + 3) + 2 * static.optimizer
     if optimizer == "adafactor":
-        num_bytes += trained // 2 * _ADAFACTOR_BYTES
+        num_bytes += static.trained_weights // 2 * _ADAFACTOR_BYTES
     return Work(device_s=num_bytes / hardware.bandwidth_bytes_per_s, num_bytes=num_bytes)
