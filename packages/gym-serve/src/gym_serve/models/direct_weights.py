@@ -22,6 +22,16 @@ _ALSO_READ: dict[str, frozenset[str]] = {
 }
 
 
+_EXPERTS_READ = frozenset({"dbrx"})
+"""Model types whose experts' weights another module reads (`self.mlp.v1`), past the wrapper that peft puts around
+theirs."""
+
+
+def experts_are_read(model_type: str) -> bool:
+    """Whether an adapter of fused experts would not be seen."""
+    return model_type in _EXPERTS_READ
+
+
 def never_called(model_type: str) -> frozenset[str]:
     """The name endings of layers beside which an adapter would not learn."""
     return _NEVER_CALLED.get(model_type, frozenset())

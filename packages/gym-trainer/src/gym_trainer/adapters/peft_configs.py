@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gym_sdk.errors import ModelError
 from gym_sdk.spec.adapter import AdapterSpec, Ia3Adapter, LoraAdapter, OftAdapter, VeraAdapter
+from gym_serve.models.direct_weights import experts_are_read
 from gym_serve.models.load import SCORE_HEAD
 from gym_trainer.adapters.experts import fused_expert_weights
 from gym_trainer.adapters.targets import (
@@ -103,6 +104,11 @@ def _lora(model: PreTrainedModel, adapter: LoraAdapter, new_token_ids: tuple[int
         raise ModelError(
             f"adapter.rank is {adapter.rank}, but {smallest} is only {' x '.join(map(str, size_of(layers[smallest])))}",
             hint=f"use a rank of at most {least}, or other adapter.targets",
+        )
+    if adapter.experts == "adapt" and experts_are_read(model.config.model_type):
+        raise ModelError(
+            f"adapter.experts: the code of {model.config.model_type} reads its experts' weights past peft's update",
+            hint="leave it at frozen, or train all weights with adapter.kind=full",
         )
     experts = list(fused_expert_weights(model)) if adapter.experts == "adapt" else []
     options = _common(model, adapter)

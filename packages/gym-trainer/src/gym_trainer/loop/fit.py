@@ -18,11 +18,17 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainingArgumen
 
 from gym_data.streaming.stream import RowStream
 from gym_sdk.cli.console import Progress
-from gym_sdk.errors import UserError
+from gym_sdk.errors import ModelError, UserError
 from gym_sdk.events import EventWriter
 from gym_sdk.spec import RunSpec
 from gym_trainer.fast.apply import FastPath, applied
-from gym_trainer.fast.attention import LeakingAttention, attention_of, check_isolation, check_sharing
+from gym_trainer.fast.attention import (
+    LeakingAttention,
+    attention_of,
+    check_isolation,
+    check_sharing,
+    is_moved_by_padding,
+)
 from gym_trainer.loop import checkpoint
 from gym_trainer.loop.batch import Layout, RowSource
 from gym_trainer.loop.callbacks import EventCallback, StopCallback
@@ -132,10 +138,15 @@ def fit(
         events.log("info", f"{pulled.name} was fetched from output.mirror")
     start = _start_from(checkpoints_dir, events) if resume else None
     layout = _layout(model, settings, events)
+    micro_batch_tokens = settings.micro_batch_tokens
+    if layout == "padded" and is_moved_by_padding(_causal(model)):
+        _require_single_documents(spec)
+        micro_batch_tokens = 1  # a row that is longer has a micro-batch of its own
+        events.log("warning", "padding would change this model's logits: each row is a micro-batch of its own")
 
     runner = StepRunner(
         objective,
-        micro_batch_tokens=settings.micro_batch_tokens,
+        micro_batch_tokens=micro_batch_tokens,
         layout=layout,
         device=args.device,
         whole_steps=settings.optimizer_in_backward,
@@ -319,6 +330,14 @@ def _layout(model: nn.Module, settings: FitSettings, events: EventWriter) -> Lay
             events.log("warning", f"{error.message}; a pair's prompt is computed twice")
             return "packed"
         return "shared"
+
+
+def _require_single_documents(spec: RunSpec) -> None:
+    if getattr(spec.method, "data_objective", "sft") == "preference":
+        raise ModelError(
+            "padding changes this model's logits, and a pair's two answers cannot be compared without it",
+            hint="use a method over single answers, such as sft or kto",
+        )
 
 
 def _causal(model: nn.Module) -> Any:

@@ -28,10 +28,11 @@ that applies; {experts} of them are mixtures of experts whose experts learn. The
 | --- | --- |
 | load | saved, loaded as a run loads it, twice to equal logits |
 | packing | documents packed into one row have the logits that each has alone. *unpacked*: the architecture mixes \
-neighbouring positions outside its attention, so Gym trains one document a row, which was compared instead |
+neighbouring positions outside its attention, so Gym trains one document a row, which was compared instead; \
+or each row alone, where padding changes its logits, too |
 | lora | LoRA on all linear layers, and on the experts: five updates lower the loss, and the adapter beside every \
 layer that the model computes gets a gradient |
-| experts | every adapted expert weight gets a gradient |
+| experts | every adapted expert weight gets a gradient. *refused*: no adapter of experts would be computed |
 | reload | the saved adapter on a fresh base gives the trained logits (relative distance below 1e-4) |
 | merge | the merged folder, loaded by plain transformers, gives them too. *refused*: layers that share one \
 weight have an update each |
@@ -47,7 +48,7 @@ def render(rows: Sequence[Row], versions: dict[str, Any], *, untried: Sequence[s
     decoders = [row for row in rows if row.group == "decoder"]
     facts = {name: versions.get(name) or "not installed" for name in ("transformers", "torch", "peft", "bitsandbytes")}
     passed = [row for row in decoders if row.passed]
-    experts = sum(row.num_expert_weights > 0 for row in passed)
+    experts = sum(_experts_learn(row) for row in passed)
     missing = f"\nNot tried yet with these versions: {', '.join(untried)}.\n" if untried else ""
     text = _HEAD.format(**facts, passed=len(passed), total=len(decoders), experts=experts, untried=missing)
     for group in GROUPS:
@@ -60,8 +61,12 @@ def summary(rows: Sequence[Row]) -> str:
     """A line for a terminal."""
     passed = [row for row in rows if row.passed]
     decoders = sum(row.group == "decoder" for row in passed)
-    experts = sum(row.num_expert_weights > 0 for row in passed)
+    experts = sum(_experts_learn(row) for row in passed)
     return f"{len(passed)} of {len(rows)} pass everything that applies; {decoders} decoders; {experts} with experts"
+
+
+def _experts_learn(row: Row) -> bool:
+    return row.num_expert_weights > 0 and row.checks["experts"].status == "pass"
 
 
 def line(row: Row) -> str:
