@@ -217,5 +217,7 @@ def test_a_mirror_in_memory_serves_like_a_folder(tmp_path: Path) -> None:
     pulled = again.pull_newer(tmp_path / "new" / "checkpoints")
     assert pulled is not None
     assert checkpoint.problem(pulled) is None
+    of_a_hub = open_mirror("hf://datasets/owner/runs", "run")
+    assert type(of_a_hub._fs).__name__ == "HfFileSystem"  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(UserError, match="cannot be used"):
         open_mirror("no-such-scheme://bucket/runs")

@@ -32,7 +32,7 @@ from gym_trainer.objectives.sft import SftObjective
 
 ANIMALS = ["lion", "zebra", "hippo", "kudu", "eland", "rhino", "hyena", "jackal", "baboon", "otter"]
 PLACES = ["hill", "river", "gate", "camp", "ridge", "well", "bridge", "plain"]
-NUM_STEPS, BATCH_SIZE, NUM_HELD_OUT = 10, 8, 16
+NUM_STEPS, BATCH_SIZE, NUM_HELD_OUT = 8, 6, 12
 
 
 class Rows:
