@@ -19,8 +19,8 @@ from typing import Any
 
 def main() -> None:
     settings, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    import torch
-    import trl
+    import trl  # before torch, which takes seconds to come where there is none of it
+    import torch  # isort: skip
 
     if settings["num_threads"]:
         torch.set_num_threads(settings["num_threads"])

@@ -35,7 +35,7 @@ def render(plan: Plan) -> str:
         f"  {_time(speed.micro_batch_time_s)} a micro-batch, {_time(speed.optimizer_time_s)} an optimizer update",
     ]
     if plan.run is not None:
-        cost = "" if plan.run.cost is None else f", cost {plan.run.cost:.2f}"
+        cost = "" if plan.run.cost is None else f", cost {_cost(plan.run.cost)}"
         time = _time(plan.run.time_s)
         lines.append(f"  {plan.run.num_steps:,} steps, {plan.run.num_tokens:,} tokens: about {time} of training{cost}")
     lines += ["", "parts"]
@@ -64,6 +64,10 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f}{unit}"
     return str(number)
+
+
+def _cost(amount: float) -> str:
+    return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
 def _rate(flops_per_s: float) -> str:
