@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 from daemon_process import DaemonProcess
 from model_folder import write_model
+from test_daemon_robustness import until
 from test_serve_command import gym
 
 TAKE = """
@@ -103,25 +105,62 @@ def test_inherited_sockets_are_taken_as_systemd_hands_them_over() -> None:
         assert "is no socket" in take(file.fileno()).stderr
 
 
-def test_a_public_socket_that_is_handed_over_needs_keys_too(tmp_path: Path) -> None:
-    (tmp_path / "serve.toml").write_text('[engine]\nkind = "stand_in_engine:start"\n', encoding="utf-8")
+def serve_on(listening: socket.socket, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`gym serve` on a socket that is handed over."""
+    (folder / "serve.toml").write_text('[engine]\nkind = "stand_in_engine:start"\n', encoding="utf-8")
     command = (
-        'import os, sys; os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1");'
-        "from gym_sdk.cli import main; main()"
+        'import os; os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1");from gym_sdk.cli import main; main()'
     )
-    with socket.create_server(("0.0.0.0", 0)) as listening:
-        result = subprocess.run(
+    with (folder / "serve.log").open("ab") as log:
+        return subprocess.Popen(
             [
                 *("bash", "-c", f'exec 3<&{listening.fileno()}; exec "$@"', "sh", sys.executable, "-c", command),
-                *("serve", "--grpc-port", "0", "--data-dir", str(tmp_path / "data"), "--settings", "serve.toml"),
+                *("serve", *arguments, "--grpc-port", "0", "--data-dir", str(folder / "data")),
+                *("--settings", str(folder / "serve.toml")),
             ],
-            cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
             pass_fds=(listening.fileno(),),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+            stdout=log,
+            stderr=log,
         )
-    assert result.returncode == 2
-    assert "no key was made for that" in result.stderr
+
+
+def test_an_upgrade_ends_the_answers_that_run_and_refuses_nobody(tmp_path: Path) -> None:
+    """As `systemctl restart` with the socket unit: SIGTERM, then a new daemon on the same socket."""
+    model = str(write_model(tmp_path / "tiny"))
+    key_path = tmp_path / "data" / "local.key"
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
+        old = serve_on(listening, tmp_path, model)
+        until(key_path.exists, "the key")
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{listening.getsockname()[1]}/v1",
+            api_key=key_path.read_text(encoding="ascii").strip(),
+            max_retries=0,
+        )
+
+        def ask(content: str) -> str | None:
+            messages = [{"role": "user", "content": content}]
+            answer = client.chat.completions.create(model="tiny", messages=messages)  # type: ignore[arg-type]
+            return answer.choices[0].message.content
+
+        messages = [{"role": "user", "content": "tokens:2000"}]
+        stream = client.chat.completions.create(model="tiny", messages=messages, stream=True)  # type: ignore[call-overload]
+        chunks = iter(stream)
+        next(chunks)
+        old.terminate()
+        until(lambda: "draining" in (tmp_path / "serve.log").read_text(encoding="utf-8"), "the drain")
+        with ThreadPoolExecutor() as pool:
+            during = pool.submit(ask, "say:during")
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "x" * 2000
+            assert old.wait(timeout=60) == 0
+            between = pool.submit(ask, "say:between")
+            new = serve_on(listening, tmp_path, model)
+            assert (during.result(timeout=60), between.result(timeout=60)) == ("during", "between")
+        new.terminate()
+        assert new.wait(timeout=60) == 0
+
+
+def test_a_public_socket_that_is_handed_over_needs_keys_too(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        assert serve_on(listening, tmp_path).wait(timeout=60) == 2
+    assert "no key was made for that" in (tmp_path / "serve.log").read_text(encoding="utf-8")
