@@ -430,7 +430,7 @@ def main() -> int:
             seed=options.seed,
         )
         findings = asyncio.run(soak.run())
-    print("\n".join(findings.lines()))
+        print("\n".join(findings.lines()), flush=True)
     failed = findings.faults or findings.share("right", "refused", "cut") < 0.999
     growth = (findings.memory_growth(), findings.latency_growth(), findings.probe_growth())
     grew = options.kill_every_s is None and (growth[0] > 1.2 or max(growth[1:]) > 1.5)
