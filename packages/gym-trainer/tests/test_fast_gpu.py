@@ -154,8 +154,8 @@ def test_each_fast_path_equals_the_plain_model(fast):
 
 @pytest.mark.parametrize(
     "fast",
-    [FastPath(), FastPath(compile=True), FastPath(fused=True), FastPath(fused=True, recompute_layers=2)],
-    ids=["plain", "compiled", "fused", "fused, recomputed"],
+    [FastPath(), FastPath(fused=True), FastPath(fused=True, recompute_layers=2)],
+    ids=["plain", "fused", "fused, recomputed"],
 )
 def test_a_beginning_computed_once_gives_the_numbers_of_one_computed_twice(fast):
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_a_beginning_computed_once_gives_the_numbers_of_one_computed_twice(fast)
         for layout, parts in ((twice_layout, whole), (once_layout, once), (once_layout, once)):
             results.append(run(layout, torch.cat(parts), torch.tensor([len(x) for x in parts]).cumsum(0).tolist()))
     assert not problems
-    assert _relative(results[1][0], results[0][0]) < 2e-2  # products of other shapes, each rounded its own way
+    assert _relative(results[1][0], results[0][0]) < 1e-2
     assert _relative(results[1][1], results[0][1]) < 3e-2
     if fast.fused:
         assert torch.equal(results[1][0], results[2][0])

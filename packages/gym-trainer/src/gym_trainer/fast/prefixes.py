@@ -60,8 +60,6 @@ class SharedKeys(NamedTuple):
 
 def whole_documents(x: torch.Tensor, dim: int, keys: SharedKeys) -> torch.Tensor:
     """Keys or values of whole documents, S along `dim`, from those of a row, T along it."""
-    if torch.compiler.is_compiling():
-        return x.index_select(dim, keys.places_S)
     return _WholeDocuments.apply(x, dim, keys)
 
 

@@ -48,6 +48,9 @@ _SMALL_LOSS_CHUNK = 256
 """Rows of logits at once where the usual number does not fit."""
 _WORTH_SHARING = 0.05
 """Of a pair's tokens: gathering the keys of shared prompts moves 4 KB a token and layer of 8B, which keeps 130."""
+_SLOWER_HOST = 1.3
+"""How much longer a host takes for the same launches from one process to the next: 91 to 120 ms and more were measured
+(docs/performance.md)."""
 _WORTH_MEMORY = 1.02
 """A setting must be this much faster to be chosen over one that takes less memory."""
 
@@ -77,6 +80,13 @@ class _Candidate:
         if rest:
             time_s += self.work.time_of_share_s(rest / self.micro_batch.num_tokens)
         return time_s / self.step_tokens
+
+    @property
+    def expected_time_per_token_s(self) -> float:
+        """The mean of a host as fast as planned and a slower one: where launches take about as long as the device's
+        work, half of all hosts keep it waiting."""
+        slower = dataclasses.replace(self.work, host_s=self.work.host_s * _SLOWER_HOST)
+        return (self.time_per_token_s + dataclasses.replace(self, work=slower).time_per_token_s) / 2
 
 
 ResidentBytes = Callable[[DtypeName], int]
@@ -128,11 +138,16 @@ def plan(
         fast = FastPath(fused=True)
         simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
     compiled = unfused is not None and not why_not_compiled(spec, hardware, config, dtype, packed=choice is not None)
+    compiled = compiled and not _too_short(spec, hardware, data)
+    if compiled and shares:  # not measured: keys of changing numbers would compile layers again
+        shares, data = False, dataclasses.replace(data, shared_tokens=0) if data else None
+        lengths = (document_tokens, 0)
+        simulations = Simulations.of(spec, config, getattr(torch, dtype), fast, *lengths)
     estimator = Estimator(
         spec=spec,
         hardware=hardware,
         simulations=simulations,
-        compiled=compiled and not _too_short(spec, hardware, data),
+        compiled=compiled,
         resident_bytes=resident_bytes(dtype) + beside_bytes(spec.adapter),
     )
     reasons = PlaceReasons.of(spec, hardware, dtype, estimator.static(), packed=choice is not None)
@@ -382,8 +397,8 @@ def _reference_bytes(spec: RunSpec, static: StaticMemory) -> int:
 
 def _best(fitting: list[_Candidate], places: list[OptimizerPlace]) -> _Candidate:
     """The fastest; among those as fast, the one whose optimizer works most plainly, then the smallest."""
-    fastest = min(candidate.time_per_token_s for candidate in fitting)
-    good = [c for c in fitting if c.time_per_token_s <= fastest * _WORTH_MEMORY]
+    fastest = min(candidate.expected_time_per_token_s for candidate in fitting)
+    good = [c for c in fitting if c.expected_time_per_token_s <= fastest * _WORTH_MEMORY]
     return min(good, key=lambda candidate: (places.index(candidate.place), candidate.memory.total))
 
 

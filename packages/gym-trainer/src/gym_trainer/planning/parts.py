@@ -67,7 +67,8 @@ def _shared_prompts(spec: RunSpec, packed: bool, shares: bool) -> Part:
         return Part(name=name, state="on", why="what a pair's two answers begin with alike is computed once")
     if not packed:
         return Part(name=name, state="off", why="rows are not packed")
-    return Part(name=name, state="off", why="little of the rows stands in them twice, or flash-attn serves attention")
+    why = "little of the rows stands in them twice, layers are compiled, or flash-attn serves attention"
+    return Part(name=name, state="off", why=why)
 
 
 def _varlen(config: PreTrainedConfig, hardware: Hardware, dtype: DtypeName, packed: bool) -> Part:
