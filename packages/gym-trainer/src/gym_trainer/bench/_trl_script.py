@@ -58,7 +58,7 @@ def measure(settings: dict[str, Any], way: dict[str, Any]) -> dict[str, Any]:
 
         adapter = LoraConfig(r=settings["rank"], lora_alpha=2 * settings["rank"], target_modules="all-linear")
 
-    class Ordered(SFTTrainer):
+    class Ordered(SFTTrainer):  # pyright: ignore[reportUntypedBaseClass] - of the other interpreter
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 

@@ -93,4 +93,4 @@ def _fit(model: Any, spec: RunSpec, chosen: Plan, made: list[Document]) -> list[
         told = list(read_events(folder / "events.jsonl"))
     finally:
         shutil.rmtree(folder)
-    return [e.values for e in told if isinstance(e, MetricEvent) and "throughput_tokens_per_s" in e.values]
+    return [dict(e.values) for e in told if isinstance(e, MetricEvent) and "throughput_tokens_per_s" in e.values]
