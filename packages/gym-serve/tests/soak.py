@@ -172,7 +172,7 @@ class Soak:
         self._end = time.monotonic() + self._seconds
         try:
             async with (
-                AsyncGym(self.daemon.grpc_target, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym,
+                AsyncGym(self.daemon.http_url, api_key=self.daemon.key, patience_s=120, timeout_s=120) as gym,
                 asyncio.TaskGroup() as group,
             ):
                 for number in range(self._num_clients):
@@ -305,6 +305,14 @@ class Soak:
                 continue  # no job runs at this moment, or no engine yet
             os.kill(self._chance.choice(pids), signal.SIGKILL)
             self.findings.kills[victim] += 1
+            # Kills hit what runs, and not the same start again and again.
+            while victim == "daemon" and not self._listens():
+                await asyncio.sleep(0.05)
+
+    def _listens(self) -> bool:
+        """Whether the daemon that runs now is the one that says where it listens."""
+        address_file = self.daemon.data_dir / "daemon.json"
+        return json.loads(address_file.read_text(encoding="utf-8"))["pid"] in self._pids("daemon")
 
     def _pids(self, victim: str) -> list[int]:
         """The processes that play a part at this moment."""
