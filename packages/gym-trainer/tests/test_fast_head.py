@@ -6,7 +6,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    ModernBertDecoderConfig,
+    PhiConfig,
+)
 
 from gym_trainer.fast.head import HeadNotLinear, split
 from gym_trainer.fast.loss import linear_cross_entropy
@@ -68,5 +76,16 @@ def test_an_adapter_on_the_head_is_refused():
 def test_a_head_that_does_something_unknown_is_refused():
     model = AutoModelForCausalLM.from_config(CONFIGS["multiplied (cohere)"])
     model.config.logit_scale = 1.0
+    with pytest.raises(HeadNotLinear, match="does more"):
+        split(model)
+
+
+def test_a_head_that_bears_the_decoders_name_is_not_taken_for_the_body():
+    config = ModernBertDecoderConfig(
+        **{name: value for name, value in SMALL.items() if name != "num_key_value_heads"}, head_dim=8
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    assert model.get_decoder() is model.get_output_embeddings()
     with pytest.raises(HeadNotLinear, match="does more"):
         split(model)

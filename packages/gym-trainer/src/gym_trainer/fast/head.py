@@ -42,11 +42,12 @@ def split(model: nn.Module) -> tuple[nn.Module, OutputHead]:
 def parts(model: nn.Module) -> tuple[nn.Module, OutputHead]:
     """What `split` returns, on the word of the configuration alone: for models without bytes."""
     causal_lm = _causal(model)
-    # The decoder where transformers names it: OPT's forward calls it past the module around it.
-    body = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
-    if body is None or body is causal_lm:
-        body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
     output = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+    # The decoder where transformers names it: OPT's forward calls it past the module around it. In ModernBERT's decoder
+    # it is the name of the head.
+    body = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
+    if body is None or body is causal_lm or body is output:
+        body = getattr(causal_lm, getattr(causal_lm, "base_model_prefix", ""), None)
     if body is None or body is causal_lm or output is None:
         raise HeadNotLinear(f"{type(causal_lm).__name__} has no output head apart from its body")
     if hasattr(output, "modules_to_save"):
