@@ -66,21 +66,21 @@ class Rows:
         return GroupStore(groups)
 
 
-class ManyRows(FirstTokenRows):
-    """The class of a row: whether the ranger saw five or more."""
+class RecordRows(FirstTokenRows):
+    """The class of a row: whether it ends in a record."""
 
     def row(self, index: int) -> Any:
         row = StoreRows.row(self, index)
-        number = row.documents[0].row % 7 + 2
-        return type(row)(index=index, documents=row.documents, document_values={LABEL: (float(number >= 5),)})
+        is_record = row.documents[0].role is DocumentRole.DESIRABLE
+        return type(row)(index=index, documents=row.documents, document_values={LABEL: (float(is_record),)})
 
 
 class Classifier(ClassificationObjective):
     def __init__(self) -> None:
-        self.scores = ("few", "many")
+        self.scores = ("talk", "record")
 
     def rows(self, store: Any) -> StoreRows:
-        return ManyRows(store)
+        return RecordRows(store)
 
 
 def _distillation(folder: Path) -> Objective:
@@ -103,7 +103,7 @@ METHODS: dict[str, tuple[Any, str, str, float]] = {
     "cpo": (_preference(Cpo()), "pairs", "rewards/margins", 0.5),
     "kto": (_preference(Kto(beta=0.1)), "labels", "rewards/margins", 0.3),
     "reward": (lambda folder: RewardObjective(Reward(centering=0.01)), "pairs", "rewards/margins", 0.3),
-    "classification": (lambda folder: Classifier(), "chats", "accuracy", 0.1),
+    "classification": (lambda folder: Classifier(), "labels", "accuracy", 0.1),
     "distillation": (_distillation, "chats", "divergence", -0.2),
 }
 """What is made, of which rows, what is measured, and how far it must move in which direction."""
