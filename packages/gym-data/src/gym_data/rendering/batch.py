@@ -144,7 +144,7 @@ class BatchEncoder:
         # Bytes: to look at a few tokens of many rows, one row at a time, arrays take several times as long.
         ids_bytes, mask_bytes = ids.tobytes(), bytearray(len(ids))
         mask = np.frombuffer(mask_bytes, np.uint8)
-        places = np.flatnonzero(self._is_control[ids])
+        places = np.flatnonzero(np.take(self._is_control, ids))
         control_ids = ids[places].tolist()
         ends = np.cumsum(lengths)
         place_ends = np.searchsorted(places, ends).tolist()
@@ -169,10 +169,9 @@ def _mask_one(
     for turn in learned.turns:
         begin = positions[turn.start_control] + 1
         if turn.lead:
-            lead_end = begin + turn.num_lead
-            if ids_bytes[begin * ID_BYTES : lead_end * ID_BYTES] != turn.lead:
+            if not ids_bytes.startswith(turn.lead, begin * ID_BYTES):
                 return False  # the end of the generation prompt and the start of the answer became one token
-            begin = lead_end
+            begin += len(turn.lead) // ID_BYTES
         if is_trained(messages, turn.message, chat.train_on, num_prompt):
             stop = end if turn.stop_control is None else positions[turn.stop_control] + 1
             mask_bytes[begin:stop] = b"\1" * (stop - begin)

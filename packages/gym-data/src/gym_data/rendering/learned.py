@@ -44,11 +44,6 @@ class Turn:
     stop_control: int | None
     """The turn ends with this one; at the end of the text when None."""
 
-    @property
-    def num_lead(self) -> int:
-        """The number of tokens in `lead`."""
-        return len(self.lead) // ID_BYTES
-
 
 @dataclass(slots=True)
 class Learned:
