@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -221,6 +222,33 @@ def test_a_killed_preparation_leaves_nothing_that_is_used(
     made = prepare(DataSpec(train=[source]), smollm2_folder, cache_dir=tmp_path, seed=0)
     assert not made.report.from_cache
     assert len(made.train) == 50
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process of another by Linux's pidfd")
+def test_no_preparing_process_outlives_a_killed_parent(smollm2_folder: Path, tmp_path: Path) -> None:
+    rows = write(tmp_path / "r.jsonl", [chat(f"question {i}", "answer " * 50) for i in range(2000)])
+    large = tmp_path / "large.jsonl"
+    large.write_bytes(Path(rows.source).read_bytes() * 60)
+    code = (
+        "import os, sys; from gym_data.preparing import workers; from gym_data import prepare; "
+        "from gym_sdk.spec.data import DataSource, DataSpec\n"
+        "class Told(workers.Workers):\n"
+        "    def __init__(self, *given):\n"
+        "        super().__init__(*given); print(*(process.pid for process in self._processes), flush=True)\n"
+        "from gym_data import _prepare; _prepare.Workers = Told\n"
+        "data = DataSpec(train=[DataSource(source=sys.argv[1])], num_workers=2)\n"
+        "prepare(data, sys.argv[2], cache_dir=sys.argv[3], seed=0)"
+    )
+    command = [sys.executable, "-c", code, str(large), str(smollm2_folder), str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert parent.poll() is None  # there is work for longer than this test takes
+        parent.kill()
+    for worker in workers:
+        assert select.select([worker], [], [], 30)[0], "a worker lives on"
+        os.close(worker)
 
 
 def test_text_is_trained_whole_ends_with_eos_and_is_cut_into_pieces(
