@@ -242,7 +242,10 @@ def test_the_time_for_an_answer_grows_with_its_longest_length(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_no_retry_can_mend_ends_the_run_at_once(tmp_path: Path, response: httpx.Response, message: str) -> None:
+def test_what_no_retry_can_mend_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: httpx.Response, message: str
+) -> None:
+    monkeypatch.setenv("A_KEY", "bad")
     calls = 0
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -250,7 +253,8 @@ def test_what_no_retry_can_mend_ends_the_run_at_once(tmp_path: Path, response: h
         calls += 1
         return response
 
-    results = ask(caller_of(tmp_path, handler, endpoint=EndpointSpec(max_concurrency=1)), count=5)
+    endpoint = EndpointSpec(max_concurrency=1, api_key_env="A_KEY")
+    results = ask(caller_of(tmp_path, handler, endpoint=endpoint), count=5)
     assert calls == 1
     assert all(isinstance(result, EndpointError) and message in str(result) for result in results)
 

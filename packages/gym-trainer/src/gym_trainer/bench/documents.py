@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gym_data import Document
 from gym_trainer.loop.batch import StoreRows
@@ -15,8 +16,9 @@ class Documents:
     """A token store in memory."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        self.documents = list(documents)
-        self.lengths = self.group_lengths = np.array([len(document.ids) for document in documents])
+        self.documents: list[Document] = list(documents)
+        self.lengths: NDArray[np.int64] = np.array([len(document.ids) for document in documents], np.int64)
+        self.group_lengths: NDArray[np.int64] = self.lengths
 
     def __len__(self) -> int:
         return len(self.documents)

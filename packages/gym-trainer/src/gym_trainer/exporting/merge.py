@@ -47,6 +47,8 @@ def require_own_weights(model: Any) -> None:
     users: dict[int, list[str]] = {}
     for name, module in model.get_base_model().named_modules():
         weight = getattr(module.get_base_layer(), "weight", None) if isinstance(module, BaseTunerLayer) else None
+        if getattr(module, "tied_adapter", None) is not None:  # new tokens of a tied head: the embedding's own update
+            continue
         if weight is not None and not name.endswith(".base_layer"):
             users.setdefault(id(weight), []).append(name)
     shared = [names for names in users.values() if len(names) > 1]

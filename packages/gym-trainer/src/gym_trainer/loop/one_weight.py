@@ -12,6 +12,7 @@ Source: torch's tutorial "How to save memory by fusing the optimizer step into t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ class OneWeightOptimizer(torch.optim.Optimizer):
     """`inner`, stepped weight by weight; what it keeps is `inner`'s own."""
 
     param_groups: list[dict[str, Any]]
+    state: defaultdict[torch.Tensor, Any]
 
     def __init__(self, inner: torch.optim.Optimizer, states: HostStates | None = None) -> None:
         super().__init__([p for group in inner.param_groups for p in group["params"]], dict(inner.defaults))

@@ -39,7 +39,7 @@ class AsyncCaller:
         """Of a call that has no deadline of its own, over all attempts."""
         self.connect_timeout_s = connect_timeout_s
         """How long one call tries a daemon that has never answered."""
-        self.has_answered = False
+        self.has_answered: bool = False
         """Whether a daemon was there at all: one that is gone now is thought to be on its way back."""
         self.patience_s = patience_s
         """How long a stream that broke off is opened again before giving up; None for ever."""
