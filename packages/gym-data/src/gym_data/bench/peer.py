@@ -73,17 +73,18 @@ def bench_peer(
             found = _run_trl(python, folder, path, Path(work) / f"trl-{number}")
             peer_times.append(found["cpu_s"])
         assert made is not None
-        theirs = np.load(Path(work) / f"trl-{repetitions - 1}" / "rows.npz")
+        with np.load(Path(work) / f"trl-{repetitions - 1}" / "rows.npz") as file:
+            theirs = dict(file)  # the file itself would read an array again for every row
         starts = np.cumsum(theirs["lengths"]) - theirs["lengths"]
         equal_ids = equal_masks = 0
-        more, less = set[str](), set[str]()
+        more, less = set[int](), set[int]()
         for document, start, length in zip(made.train, starts, theirs["lengths"], strict=True):
             ids, mask = (theirs[name][start : start + length] for name in ("ids", "mask"))
             equal_ids += np.array_equal(ids, document.ids)
             equal_masks += np.array_equal(mask, document.loss_mask)
             if np.array_equal(ids, document.ids):
-                more |= {tokenizer.decode([id_]) for id_ in ids[mask > document.loss_mask]}
-                less |= {tokenizer.decode([id_]) for id_ in ids[mask < document.loss_mask]}
+                more |= set(ids[mask > document.loss_mask].tolist())
+                less |= set(ids[mask < document.loss_mask].tolist())
         tokens = made.report.tokens
         return PeerBench(
             peer=f"trl {found['version']}",
@@ -96,8 +97,8 @@ def bench_peer(
             speedup=statistics.median(peer / own for own, peer in zip(gym_times, peer_times, strict=True)),
             rows_with_equal_ids=equal_ids,
             rows_with_equal_masks=equal_masks,
-            also_trained_by_peer=tuple(sorted(more))[:20],
-            not_trained_by_peer=tuple(sorted(less))[:20],
+            also_trained_by_peer=tuple(sorted(tokenizer.decode([id_]) for id_ in more))[:20],
+            not_trained_by_peer=tuple(sorted(tokenizer.decode([id_]) for id_ in less))[:20],
         )
 
 
