@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gym_data._prepare import prepare
 from gym_data.bench.made_up import write_chats
@@ -73,8 +74,9 @@ def bench_peer(
             found = _run_trl(python, folder, path, Path(work) / f"trl-{number}")
             peer_times.append(found["cpu_s"])
         assert made is not None
-        with np.load(Path(work) / f"trl-{repetitions - 1}" / "rows.npz") as file:
-            theirs = dict(file)  # the file itself would read an array again for every row
+        with np.load(Path(work) / f"trl-{repetitions - 1}" / "rows.npz") as arrays:
+            # The file itself would read an array again for every row.
+            theirs: dict[str, NDArray[Any]] = {name: arrays[name] for name in arrays.files}
         starts = np.cumsum(theirs["lengths"]) - theirs["lengths"]
         equal_ids = equal_masks = 0
         more, less = set[int](), set[int]()
