@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from known import GroupStore, build_preference, start_of
+from moving import before_and_after
 from tiny_rows import VOCABULARY_SIZE, tiny_model
 from transformers import LlamaForSequenceClassification
 
@@ -16,7 +17,6 @@ from gym_data import Document
 from gym_data.store import DocumentRole
 from gym_sdk.spec import Cpo, Distillation, Dpo, Kto, Orpo, Reward, Simpo, WeightedLoss
 from gym_trainer.loop.batch import Row, StoreRows
-from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.objectives.base import Objective
 from gym_trainer.objectives.classes import LABEL
@@ -135,29 +135,20 @@ def test_a_method_moves_its_measure_on_rows_it_has_not_seen(name: str, tmp_path:
     start = start_of(objective, model, tmp_path, tokens=2000)
     rows = [objective.rows(store(kind, rows)) for rows in (range(320), range(1000, 1064))]  # type: ignore[arg-type]
     train, held_out = objective.start(start, rows)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    forward = ForwardModel(model)
-
-    def measured() -> float:
-        step = StepDataset(held_out, batch_size=64, seed=0)[0]
-        with torch.no_grad():
-            result = start.runner.run(forward, step, backward=None)
-        values = {name: total / count for name, (total, count) in result.metrics.items() if count}
-        return (values | objective.derived(values))[measure]
-
-    before = measured()
-    steps = StepDataset(train, batch_size=BATCH_SIZE, seed=0)
-    model.train()
-    for number in range(NUM_STEPS):
-        if number and number % len(steps) == 0:
-            steps.set_epoch(number // len(steps))
-        start.runner.run(forward, steps[number % len(steps)], backward=lambda loss: loss.backward())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    change = measured() - before
-    assert (change if direction == "up" else -change) > LEAST.get(measure, 0.05), (before, before + change)
+    before, after = before_and_after(
+        objective,
+        model,
+        start,
+        train,
+        held_out,
+        measure,
+        num_steps=NUM_STEPS,
+        batch_size=BATCH_SIZE,
+        num_held_out=64,
+        learning_rate=3e-3,
+    )
+    change = after - before
+    assert (change if direction == "up" else -change) > LEAST.get(measure, 0.05), (before, after)
 
 
 LEAST = {"token_accuracy": 0.2, "rewards/accuracies": 0.2, "accuracy": 0.15, "logps/chosen": 1.0, "nll": 0.5}

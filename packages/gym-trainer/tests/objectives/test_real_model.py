@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from known import GroupStore, build_preference, start_of
+from moving import before_and_after
 from test_held_out import FirstTokenRows
 
 from gym_data import Document, Tokenizer
@@ -21,7 +22,6 @@ from gym_sdk.spec.adapter import LoraAdapter
 from gym_serve.models import load_model, resolve
 from gym_trainer.adapters import attach
 from gym_trainer.loop.batch import StoreRows
-from gym_trainer.loop.dataset import StepDataset
 from gym_trainer.loop.forward import ForwardModel
 from gym_trainer.objectives.base import Objective
 from gym_trainer.objectives.classes import LABEL
@@ -124,26 +124,17 @@ def test_a_method_moves_its_measure_on_a_real_model(name: str, smollm2_folder: P
     train, held_out = objective.start(
         start, [objective.rows(texts.store(kind, rows)) for rows in (range(64), range(64, 64 + NUM_HELD_OUT))]
     )
-    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=2e-3)
-    forward = ForwardModel(trained)
-
-    def measured() -> float:
-        step = StepDataset(held_out, batch_size=NUM_HELD_OUT, seed=0)[0]
-        with torch.no_grad():
-            result = start.runner.run(forward, step, backward=None)
-        values = {key: total / count for key, (total, count) in result.metrics.items() if count}
-        return (values | objective.derived(values))[measure]
-
-    before = measured()
-    steps = StepDataset(train, batch_size=BATCH_SIZE, seed=0)
-    trained.train()
-    for number in range(NUM_STEPS):
-        if number and number % len(steps) == 0:
-            steps.set_epoch(number // len(steps))
-        start.runner.run(forward, steps[number % len(steps)], backward=lambda loss: loss.backward())
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    trained.eval()
-    change = measured() - before
-    assert (change if least > 0 else -change) > abs(least), (before, before + change)
+    before, after = before_and_after(
+        objective,
+        trained,
+        start,
+        train,
+        held_out,
+        measure,
+        num_steps=NUM_STEPS,
+        batch_size=BATCH_SIZE,
+        num_held_out=NUM_HELD_OUT,
+        learning_rate=2e-3,
+    )
+    change = after - before
+    assert (change if least > 0 else -change) > abs(least), (before, after)

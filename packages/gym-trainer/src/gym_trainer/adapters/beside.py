@@ -28,9 +28,11 @@ def look_at_beside(adapter: AdapterSpec) -> list[tuple[NamedAdapter, AdapterInfo
     from gym_serve.models import inspect_adapter
 
     others = [(other, inspect_adapter(other.source)) for other in adapters_beside(adapter)]
+    if not others:
+        return []
+    start = getattr(adapter, "init_from", None)
+    kind = inspect_adapter(start).kind if start is not None else adapter.kind
     for other, info in others:
-        start = getattr(adapter, "init_from", None)
-        kind = inspect_adapter(start).kind if start is not None else adapter.kind
         if info.kind != kind:
             raise ModelError(
                 f"adapter.beside: {other.name} is of kind {info.kind}, and the trained adapter of kind {kind}",
